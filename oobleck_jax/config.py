@@ -1,0 +1,115 @@
+"""The configuration of a run: one frozen value, made by a preset and changed by typed flags.
+
+Nothing here imports jax, so that the coordinator and the agents can read it. The comment beside a field becomes the
+help of its flag.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from oobleck_jax.errors import ConfigError
+from oobleck_jax.model_config import ModelConfig
+
+
+class Remat(StrEnum):
+    """What the forward pass keeps for the backward pass."""
+
+    NONE = "none"  # every intermediate value
+    DOTS = "dots"  # results of weight matmuls; the rest is recomputed
+    LAYER = "layer"  # the input of each layer only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping by the global norm."""
+
+    peak_learning_rate: float = 3e-4  # learning rate after warm-up
+    final_learning_rate_fraction: float = 0.1  # learning rate at the last step, as a fraction of the peak
+    warmup_steps: int = 10  # steps of linear warm-up from 0
+    beta1: float = 0.9  # decay of AdamW's first moment
+    beta2: float = 0.95  # decay of AdamW's second moment
+    epsilon: float = 1e-8  # AdamW's epsilon
+    weight_decay: float = 0.1  # decoupled weight decay of matrices and embeddings (vectors are not decayed)
+    clip_norm: float = 1.0  # clip gradients to this global norm; 0 turns clipping off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that decides what a run computes and on how many nodes."""
+
+    model: ModelConfig  # the model (fields of its own configuration)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # the optimizer
+
+    steps: int = 100  # optimizer steps to run
+    global_batch_size: int = 32  # sequences per step, over all pipelines
+    microbatch_size: int = 4  # sequences per microbatch
+    sequence_length: int = 128  # tokens per sequence
+    seed: int = 0  # decides initial parameters, order of samples and dropout
+
+    data: str = "builtin"  # token file (.bin, from scripts/prepare_data.py), or "builtin": the prose Python carries, as bytes
+    data_dtype: str = "uint16"  # token type of a .bin file that has no header beside it: uint16 or uint32
+    validation_fraction: float = 0.05  # share of the tokens, at the end of the file, kept for evaluation
+    eval_every: int = 50  # evaluate after every so many steps; 0 never evaluates
+    eval_batches: int = 2  # global batches per evaluation
+
+    nodes: int = 1  # nodes to start (on this machine, unless --coordinator-address is given)
+    devices_per_node: int = 1  # devices of each node
+    fault_tolerance: int = 0  # f: losses of nodes that must be survivable at once; needs f+1 pipelines
+    remat: Remat = Remat.DOTS  # what the forward pass keeps for the backward pass
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step, over all pipelines."""
+        return self.global_batch_size // self.microbatch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.sequence_length
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse a configuration that cannot run, before anything starts.
+
+    Raises:
+        ConfigError: with the numbers and the flags to change.
+    """
+    counts = ("steps", "global_batch_size", "microbatch_size", "sequence_length", "nodes", "devices_per_node")
+    for name in counts:
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{flag(name)} is {getattr(config, name)}; it must be at least 1")
+    for name in ("eval_every", "fault_tolerance"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{flag(name)} is {getattr(config, name)}; it must not be negative")
+    if config.eval_every and config.eval_batches < 1:
+        raise ConfigError(f"--eval-batches is {config.eval_batches}; give at least 1, or --eval-every 0")
+    if config.global_batch_size % config.microbatch_size:
+        raise ConfigError(
+            f"--global-batch-size {config.global_batch_size} is not a multiple of --microbatch-size "
+            f"{config.microbatch_size}; change one of them"
+        )
+    if config.microbatch_size % config.devices_per_node and config.devices_per_node % config.microbatch_size:
+        raise ConfigError(
+            f"--microbatch-size {config.microbatch_size} cannot be shared by --devices-per-node "
+            f"{config.devices_per_node}; make one a multiple of the other"
+        )
+    if config.num_microbatches < config.fault_tolerance + 1:
+        raise ConfigError(
+            f"a step has {config.num_microbatches} microbatches, but --fault-tolerance {config.fault_tolerance} needs "
+            f"{config.fault_tolerance + 1} pipelines with one each; lower --microbatch-size"
+        )
+    if config.sequence_length > config.model.max_sequence_length:
+        raise ConfigError(
+            f"--sequence-length {config.sequence_length} is more than the model's {config.model.max_sequence_length}"
+        )
+    if not 0 <= config.validation_fraction < 1:
+        raise ConfigError(f"--validation-fraction is {config.validation_fraction}; it must be in [0, 1)")
+    if config.optimizer.warmup_steps < 0 or config.optimizer.peak_learning_rate <= 0:
+        raise ConfigError(
+            f"--warmup-steps {config.optimizer.warmup_steps} must not be negative and --peak-learning-rate "
+            f"{config.optimizer.peak_learning_rate} must be positive"
+        )
+
+
+def flag(field_name: str) -> str:
+    """Return the command-line flag of a configuration field."""
+    return "--" + field_name.replace("_", "-")

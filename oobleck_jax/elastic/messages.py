@@ -1,0 +1,227 @@
+"""Control messages: typed, validated JSON. One union for each direction.
+
+    worker  --(socket pair)-->  agent  --(WebSocket)-->  coordinator      ToCoordinator
+    worker  <--(socket pair)--  agent  <--(WebSocket)--  coordinator      ToNode
+
+The agent relays everything between its worker and the coordinator unread but for the messages that it sends or takes
+itself (`Join`, `Heartbeat`, `WorkerExited`; `Welcome`, `Refused`, `Stop`). Tensors never travel this way.
+
+A run is a sequence of generations. In each, in this order:
+
+    coordinator: Begin(generation, plan, members)     every worker lays out its stages, fetches state, makes the fabric
+    worker:      Progress* Prepared(generation)
+    coordinator: Run(generation, step)                sent when all are prepared; the barrier before the first step
+    worker:      Vote(generation, step)               its gradients are summed; it waits
+    coordinator: Commit(generation, step)             the step counts; the worker updates and begins the next
+    worker:      Evaluated(generation, step)          after a commit that an evaluation follows, from last stages
+    coordinator: Abandon(generation) | Stop
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all control messages; the JSON field `type` names the class."""
+
+
+# ------------------------------------------------------------------------------------------- to the coordinator
+
+
+class Join(Message):
+    """An agent asks to take part. The coordinator answers Welcome or Refused."""
+
+    name: str  # a name for people, such as the host name
+    incarnation: int  # counts the starts of this node's worker
+    num_devices: int
+    versions: dict[str, str]  # of python, jax, jaxlib and this package; must equal the coordinator's
+    node: NodeId | None = None  # the id it had before, when it comes back
+    config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
+
+
+class Heartbeat(Message):
+    """An agent is alive."""
+
+    node: NodeId
+
+
+class WorkerExited(Message):
+    """The worker process of a node ended (told by its agent)."""
+
+    node: NodeId
+    incarnation: int
+    exit_code: int  # negative: the signal that killed it
+    log_tail: str  # last lines it wrote
+
+
+class WorkerReady(Message):
+    """A worker has its home runtime and waits for a generation."""
+
+    node: NodeId
+    incarnation: int
+    link_address: str  # host:port of its link
+    num_devices: int
+    device_kind: str
+    peak_memory_bytes: int  # so far
+
+
+class Progress(Message):
+    """A worker tells how far a long preparation is."""
+
+    node: NodeId
+    generation: int
+    phase: str  # such as "compile"
+    done: int
+    total: int
+
+
+class Prepared(Message):
+    """A worker has laid out its stages and its fabric is warm."""
+
+    node: NodeId
+    generation: int
+    num_compilations: int  # since the process began
+    seconds: dict[str, float]  # per phase of the preparation
+
+
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a holder saw of one parameter group's summed gradient; all holders must report the same."""
+
+    group: str
+    squared_norm: float
+    checksum: int  # of the bits of the sum
+
+
+class Vote(Message):
+    """A worker has all gradient sums of a step."""
+
+    node: NodeId
+    generation: int
+    step: int
+    loss_sum: float  # over the tokens of its last stages; 0.0 elsewhere
+    num_tokens: int  # that loss_sum covers
+    is_finite: bool  # losses and gradients
+    groups: tuple[GroupReport, ...]
+    seconds: dict[str, float]  # compute, wait, sum: where the step went
+
+
+class Evaluated(Message):
+    """Evaluation losses of a worker's last stages after a committed step."""
+
+    node: NodeId
+    generation: int
+    step: int
+    loss_sum: float
+    num_tokens: int
+
+
+class Failed(Message):
+    """A worker cannot go on; it exits after this."""
+
+    node: NodeId
+    generation: int
+    error: str  # type and message, one line
+    traceback: str
+
+
+ToCoordinator: TypeAlias = (
+    Join | Heartbeat | WorkerExited | WorkerReady | Progress | Prepared | Vote | Evaluated | Failed
+)
+
+
+# ------------------------------------------------------------------------------------------------- to a node
+
+
+class Welcome(Message):
+    """The node is in, under this id. The agent starts its worker with this configuration."""
+
+    node: NodeId
+    config_json: str  # preset reference and all its fields, from config_to_json
+    cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
+    num_threads: int  # compute threads of the worker; 0: as many as it has cores
+
+
+class Refused(Message):
+    """The node may not take part, and why."""
+
+    reason: str
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One node of a generation."""
+
+    node: NodeId
+    link_address: str
+    cores: tuple[int, ...] = ()  # cores to run on in this generation; empty: any
+
+
+class Begin(Message):
+    """Lay out this plan and make its fabric."""
+
+    generation: int
+    plan: Plan
+    members: tuple[Member, ...]  # ascending by node; the position is the rank in the fabric
+    fabric_address: str  # of this generation's coordination service, host:port
+    step: int  # first step to run; parameters are those after step - 1
+
+
+class Run(Message):
+    """All members are prepared: run steps from this one on."""
+
+    generation: int
+    step: int
+
+
+class Commit(Message):
+    """The step counts. Clip with this norm, update, go on with the next step."""
+
+    generation: int
+    step: int
+    global_norm: float
+
+
+class Abandon(Message):
+    """The generation is over: drop the step and the fabric, wait for the next Begin."""
+
+    generation: int
+    reason: str
+
+
+class Stop(Message):
+    """The run is over: exit."""
+
+    reason: str
+
+
+ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | Abandon | Stop
+
+
+_encoder = msgspec.json.Encoder()
+_to_coordinator = msgspec.json.Decoder(ToCoordinator)
+_to_node = msgspec.json.Decoder(ToNode)
+
+
+def encode(message: Message) -> bytes:
+    """Return the JSON of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_coordinator(data: bytes | str) -> ToCoordinator:
+    """Return the message from a node.
+
+    Raises:
+        msgspec.ValidationError: not a message of this direction, or a field of the wrong type.
+    """
+    return _to_coordinator.decode(data)
+
+
+def decode_to_node(data: bytes | str) -> ToNode:
+    """Return the message from the coordinator.
+
+    Raises:
+        msgspec.ValidationError: not a message of this direction, or a field of the wrong type.
+    """
+    return _to_node.decode(data)

@@ -1,0 +1,56 @@
+"""Errors that users meet. Each says what happened, the numbers, and the way out.
+
+    OobleckError
+      ConfigError (ValueError)    a flag, preset or file cannot be used
+        DataError                 the token file cannot be used
+        PlanError                 no plan exists, or a given plan is invalid
+          NotEnoughNodes          fewer nodes than the smallest template needs
+      RunFailed                   a run ended early; names the node and the cause
+      Abandoned                   a wait ended because its generation or run is over (internal)
+"""
+
+
+class OobleckError(Exception):
+    """Root of all errors raised on purpose by this package."""
+
+
+class ConfigError(OobleckError, ValueError):
+    """A flag, a preset or a file cannot be used as given."""
+
+
+class DataError(ConfigError):
+    """The token file is missing, damaged, or does not fit the model."""
+
+
+class PlanError(ConfigError):
+    """No plan exists for the request, or a given plan breaks a rule."""
+
+
+class NotEnoughNodes(PlanError):
+    """Fewer nodes than the smallest template needs.
+
+    Attributes:
+        num_nodes: nodes there are.
+        num_needed: nodes that would be enough.
+    """
+
+    def __init__(self, message: str, *, num_nodes: int, num_needed: int) -> None:
+        super().__init__(message)
+        self.num_nodes = num_nodes
+        self.num_needed = num_needed
+
+
+class RunFailed(OobleckError):
+    """A run ended before its last step.
+
+    Attributes:
+        node: id of the node that failed first, or None when no node is to blame.
+    """
+
+    def __init__(self, message: str, *, node: int | None = None) -> None:
+        super().__init__(message)
+        self.node = node
+
+
+class Abandoned(OobleckError):
+    """A wait ended because its generation, or the whole run, is over."""
