@@ -66,6 +66,10 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows the commit of a step: every `eval_every` steps, and after the last."""
+        return self.eval_every > 0 and ((step + 1) % self.eval_every == 0 or step + 1 == self.steps)
+
 
 def check_config(config: RunConfig) -> None:
     """Refuse a configuration that cannot run, before anything starts.

@@ -6,12 +6,14 @@
 The agent relays everything between its worker and the coordinator unread but for the messages that it sends or takes
 itself (`Join`, `Heartbeat`, `WorkerExited`; `Welcome`, `Refused`, `Stop`). Tensors never travel this way.
 
+JSON has no NaN: a sum that is not finite travels as null.
+
 A run is a sequence of generations. In each, in this order:
 
     coordinator: Begin(generation, plan, members)     every worker lays out its stages, fetches state, makes the fabric
     worker:      Progress* Prepared(generation)
     coordinator: Run(generation, step)                sent when all are prepared; the barrier before the first step
-    worker:      Vote(generation, step)               its gradients are summed; it waits
+    worker:      Waiting* Vote(generation, step)      its gradients are summed; it waits
     coordinator: Commit(generation, step)             the step counts; the worker updates and begins the next
     worker:      Evaluated(generation, step)          after a commit that an evaluation follows, from last stages
     coordinator: Abandon(generation) | Stop
@@ -46,6 +48,7 @@ class Heartbeat(Message):
     """An agent is alive."""
 
     node: NodeId
+    is_worker_stopped: bool = False  # a signal (SIGSTOP) has stopped its worker
 
 
 class WorkerExited(Message):
@@ -55,6 +58,8 @@ class WorkerExited(Message):
     incarnation: int
     exit_code: int  # negative: the signal that killed it
     log_tail: str  # last lines it wrote
+    peak_memory_bytes: int = 0  # resident, of the worker
+    agent_peak_memory_bytes: int = 0  # resident, of the agent itself
 
 
 class WorkerReady(Message):
@@ -87,11 +92,23 @@ class Prepared(Message):
     seconds: dict[str, float]  # per phase of the preparation
 
 
+class Waiting(Message):
+    """A wait of a worker takes far longer than usual: repeated every second or so until it ends.
+
+    When a step makes no progress, the node that others wait for, and that waits for nobody, is the one to blame.
+    """
+
+    node: NodeId
+    generation: int
+    step: int
+    waits_for: NodeId
+
+
 class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a holder saw of one parameter group's summed gradient; all holders must report the same."""
 
     group: str
-    squared_norm: float
+    squared_norm: float | None  # None: not finite
     checksum: int  # of the bits of the sum
 
 
@@ -101,7 +118,7 @@ class Vote(Message):
     node: NodeId
     generation: int
     step: int
-    loss_sum: float  # over the tokens of its last stages; 0.0 elsewhere
+    loss_sum: float | None  # over the tokens of its last stages; 0.0 elsewhere; None: not finite
     num_tokens: int  # that loss_sum covers
     is_finite: bool  # losses and gradients
     groups: tuple[GroupReport, ...]
@@ -114,7 +131,7 @@ class Evaluated(Message):
     node: NodeId
     generation: int
     step: int
-    loss_sum: float
+    loss_sum: float | None  # None: not finite
     num_tokens: int
 
 
@@ -125,10 +142,16 @@ class Failed(Message):
     generation: int
     error: str  # type and message, one line
     traceback: str
+    blames: NodeId | None = None  # the node that it lost or waited for; None: the fault is its own, or nobody's
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether this is likely the consequence of another node's failure."""
+        return self.blames is not None or self.error.partition(":")[0] in ("PeerLost", "Stalled")
 
 
 ToCoordinator: TypeAlias = (
-    Join | Heartbeat | WorkerExited | WorkerReady | Progress | Prepared | Vote | Evaluated | Failed
+    Join | Heartbeat | WorkerExited | WorkerReady | Progress | Prepared | Waiting | Vote | Evaluated | Failed
 )
 
 
@@ -156,6 +179,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     link_address: str
     cores: tuple[int, ...] = ()  # cores to run on in this generation; empty: any
+    holds: tuple[int, ...] = ()  # layers whose state after step - 1 it has; keep it until `Run`
 
 
 class Begin(Message):
@@ -166,6 +190,7 @@ class Begin(Message):
     members: tuple[Member, ...]  # ascending by node; the position is the rank in the fabric
     fabric_address: str  # of this generation's coordination service, host:port
     step: int  # first step to run; parameters are those after step - 1
+    evaluate_first: bool = False  # the evaluation after step - 1 was cut short: do it before the step
 
 
 class Run(Message):
