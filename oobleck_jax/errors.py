@@ -6,7 +6,10 @@
         PlanError                 no plan exists, or a given plan is invalid
           NotEnoughNodes          fewer nodes than the smallest template needs
       RunFailed                   a run ended early; names the node and the cause
+      UnsupportedJax              this jax or jaxlib lacks something that is needed
       Abandoned                   a wait ended because its generation or run is over (internal)
+      PeerLost                    a wait ended because a node that it depended on is gone (internal)
+      Stalled                     a wait went on longer than its limit (internal)
 """
 
 
@@ -54,3 +57,33 @@ class RunFailed(OobleckError):
 
 class Abandoned(OobleckError):
     """A wait ended because its generation, or the whole run, is over."""
+
+
+class UnsupportedJax(OobleckError, ImportError):
+    """The installed jax or jaxlib lacks something that this package needs."""
+
+
+class PeerLost(OobleckError):
+    """A wait ended because a node that it depended on is gone.
+
+    Attributes:
+        what: what was waited for.
+    """
+
+    def __init__(self, message: str, *, what: str) -> None:
+        super().__init__(message)
+        self.what = what
+
+
+class Stalled(OobleckError):
+    """A wait went on longer than its limit, and nobody is known to be dead.
+
+    Attributes:
+        what: what was waited for.
+        waited_s: how long, in seconds.
+    """
+
+    def __init__(self, message: str, *, what: str, waited_s: float) -> None:
+        super().__init__(message)
+        self.what = what
+        self.waited_s = waited_s
