@@ -1,0 +1,157 @@
+"""Profiles without measuring: times from counts of operations, bytes from counts of numbers.
+
+Good enough to plan for devices that one does not have, and to have a first plan before a profile is measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oobleck_jax.config import Remat
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSize:
+    """What a layer computes and keeps, for one sequence."""
+
+    kind: str
+    num_parameters: int  # not counting tied ones
+    num_tied_parameters: int = 0
+    forward_flops: int  # floating-point operations; a multiplication and an addition are two
+    num_outputs: int  # numbers that go on to the next layer
+    num_residuals: int  # numbers kept for the backward pass
+    num_temporaries: int  # numbers alive at once while it runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRates:
+    """Rates that a device reaches in practice."""
+
+    name: str
+    flops_per_s: float  # floating-point operations in matmuls, at the precision of the run
+    node_bytes_per_s: float  # between devices of one node
+    link: Rate  # between nodes, one message
+    sum: Rate  # between nodes, in a sum
+
+
+LAPTOP_RATES = DeviceRates(
+    name="cpu core",
+    flops_per_s=5e10,
+    node_bytes_per_s=1e10,
+    link=Rate(bytes_per_s=1e9, latency_s=2e-4),
+    sum=Rate(bytes_per_s=1e9, latency_s=2e-4),
+)
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def gpt_sizes(
+    *, num_blocks: int, width: int, num_heads: int, vocab_size: int, sequence_length: int, remat: Remat
+) -> tuple[LayerSize, ...]:
+    """Return the sizes of a GPT-2: embedding (token and position), blocks, head (norm and tied projection).
+
+    Operations are counted as in Narayanan et al. 2021 (section 5.1), kept numbers as in Korthikanti et al. 2022
+    (section 4.1), without dropout.
+    """
+    tokens = sequence_length * width
+    scores = num_heads * sequence_length**2
+    kept_of_block = {Remat.NONE: 16 * tokens + 2 * scores, Remat.DOTS: 10 * tokens, Remat.LAYER: tokens}
+    embedding = LayerSize(
+        kind="embedding",
+        num_parameters=sequence_length * width,
+        num_tied_parameters=vocab_size * width,
+        forward_flops=tokens,
+        num_outputs=tokens,
+        num_residuals=sequence_length,
+        num_temporaries=tokens,
+    )
+    block = LayerSize(
+        kind="block",
+        num_parameters=12 * width**2 + 13 * width,
+        forward_flops=24 * tokens * width + 4 * tokens * sequence_length,
+        num_outputs=tokens,
+        num_residuals=kept_of_block[remat],
+        num_temporaries=16 * tokens + 2 * scores,
+    )
+    head = LayerSize(
+        kind="head",
+        num_parameters=2 * width,
+        num_tied_parameters=vocab_size * width,
+        forward_flops=2 * tokens * vocab_size,
+        num_outputs=0,
+        num_residuals=tokens,
+        num_temporaries=2 * tokens + 2 * sequence_length * vocab_size,
+    )
+    return (embedding, *[block] * num_blocks, head)
+
+
+def estimate_profile(
+    sizes: Sequence[LayerSize],
+    *,
+    microbatch_size: int,
+    precision: str = "float32",
+    remat: Remat = Remat.DOTS,
+    rates: DeviceRates = LAPTOP_RATES,
+    devices_per_node: int = 1,
+) -> Profile:
+    """Return a profile by closed forms.
+
+    A backward pass is two forward passes, and a third where the layer is recomputed. Devices of a node share a
+    microbatch perfectly but for gathering the layer's parameters twice. State is float32, as AdamW keeps it. Layers
+    with tied parameters share one group.
+
+    Args:
+        sizes: of all layers, in order.
+        microbatch_size: sequences per microbatch.
+        precision: of activations: float32, bfloat16 or float16.
+        remat: what the sizes assume to be kept.
+        rates: of the device and its connections.
+        devices_per_node: the profile has costs for each power of two up to this.
+    """
+    counts = [1 << power for power in range(devices_per_node.bit_length())]
+    owners = tuple(number for number, size in enumerate(sizes) if size.num_tied_parameters)
+    tied = (
+        (TiedGroup(name="tied", layers=owners, state=_state(sizes[owners[0]].num_tied_parameters)),) if owners else ()
+    )
+    return Profile(
+        device=rates.name,
+        source="estimated in closed form",
+        microbatch_size=microbatch_size,
+        precision=precision,
+        remat=remat,
+        layers=tuple(_layer(size, microbatch_size, BYTES_OF[precision], remat, rates, counts) for size in sizes),
+        tied_groups=tied,
+        link=rates.link,
+        sum=rates.sum,
+    )
+
+
+def _layer(
+    size: LayerSize, microbatch_size: int, width_bytes: int, remat: Remat, rates: DeviceRates, counts: Sequence[int]
+) -> LayerProfile:
+    forward_s = size.forward_flops * microbatch_size / rates.flops_per_s
+    passes = 3 if remat is Remat.LAYER and size.num_residuals else 2
+    parameter_bytes = width_bytes * (size.num_parameters + size.num_tied_parameters)
+
+    def cost(num_devices: int) -> LayerCost:
+        gather_s = parameter_bytes * (num_devices - 1) / num_devices / rates.node_bytes_per_s
+        return LayerCost(
+            num_devices=num_devices,
+            forward_s=forward_s / num_devices + gather_s,
+            backward_s=passes * forward_s / num_devices + 2 * gather_s,
+            residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_devices),
+            temporary_bytes=-(-size.num_temporaries * microbatch_size * width_bytes // num_devices)
+            + (parameter_bytes if num_devices > 1 else 0),
+        )
+
+    return LayerProfile(
+        kind=size.kind,
+        costs=tuple(cost(count) for count in counts),
+        state=_state(size.num_parameters),
+        output_bytes=size.num_outputs * microbatch_size * width_bytes,
+    )
+
+
+def _state(num_parameters: int) -> StateBytes:
+    return StateBytes(
+        parameter_bytes=4 * num_parameters, gradient_bytes=4 * num_parameters, optimizer_bytes=8 * num_parameters
+    )
