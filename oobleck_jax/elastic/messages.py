@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # ------------------------------------------------------------------------------------------- to the coordinator
 
 
-class Join(Message):
+class Join(Message, frozen=True, kw_only=True):
     """An agent asks to take part. The coordinator answers Welcome or Refused."""
 
     name: str  # a name for people, such as the host name
@@ -44,14 +44,14 @@ class Join(Message):
     config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """An agent is alive."""
 
     node: NodeId
     is_worker_stopped: bool = False  # a signal (SIGSTOP) has stopped its worker
 
 
-class WorkerExited(Message):
+class WorkerExited(Message, frozen=True, kw_only=True):
     """The worker process of a node ended (told by its agent)."""
 
     node: NodeId
@@ -62,7 +62,7 @@ class WorkerExited(Message):
     agent_peak_memory_bytes: int = 0  # resident, of the agent itself
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True, kw_only=True):
     """A worker has its home runtime and waits for a generation."""
 
     node: NodeId
@@ -73,7 +73,7 @@ class WorkerReady(Message):
     peak_memory_bytes: int  # so far
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """A worker tells how far a long preparation is."""
 
     node: NodeId
@@ -83,7 +83,7 @@ class Progress(Message):
     total: int
 
 
-class Prepared(Message):
+class Prepared(Message, frozen=True, kw_only=True):
     """A worker has laid out its stages and its fabric is warm."""
 
     node: NodeId
@@ -92,7 +92,7 @@ class Prepared(Message):
     seconds: dict[str, float]  # per phase of the preparation
 
 
-class Waiting(Message):
+class Waiting(Message, frozen=True, kw_only=True):
     """A wait of a worker takes far longer than usual: repeated every second or so until it ends.
 
     When a step makes no progress, the node that others wait for, and that waits for nobody, is the one to blame.
@@ -112,7 +112,7 @@ class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
     checksum: int  # of the bits of the sum
 
 
-class Vote(Message):
+class Vote(Message, frozen=True, kw_only=True):
     """A worker has all gradient sums of a step."""
 
     node: NodeId
@@ -125,7 +125,7 @@ class Vote(Message):
     seconds: dict[str, float]  # compute, wait, sum: where the step went
 
 
-class Evaluated(Message):
+class Evaluated(Message, frozen=True, kw_only=True):
     """Evaluation losses of a worker's last stages after a committed step."""
 
     node: NodeId
@@ -135,7 +135,7 @@ class Evaluated(Message):
     num_tokens: int
 
 
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """A worker cannot go on; it exits after this."""
 
     node: NodeId
@@ -158,16 +158,17 @@ ToCoordinator: TypeAlias = (
 # ------------------------------------------------------------------------------------------------- to a node
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """The node is in, under this id. The agent starts its worker with this configuration."""
 
     node: NodeId
     config_json: str  # preset reference and all its fields, from config_to_json
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
+    host: str = "127.0.0.1"  # where the other nodes reach this one; filled in by its agent
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """The node may not take part, and why."""
 
     reason: str
@@ -182,7 +183,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     holds: tuple[int, ...] = ()  # layers whose state after step - 1 it has; keep it until `Run`
 
 
-class Begin(Message):
+class Begin(Message, frozen=True, kw_only=True):
     """Lay out this plan and make its fabric."""
 
     generation: int
@@ -193,14 +194,14 @@ class Begin(Message):
     evaluate_first: bool = False  # the evaluation after step - 1 was cut short: do it before the step
 
 
-class Run(Message):
+class Run(Message, frozen=True, kw_only=True):
     """All members are prepared: run steps from this one on."""
 
     generation: int
     step: int
 
 
-class Commit(Message):
+class Commit(Message, frozen=True, kw_only=True):
     """The step counts. Clip with this norm, update, go on with the next step."""
 
     generation: int
@@ -208,17 +209,18 @@ class Commit(Message):
     global_norm: float
 
 
-class Abandon(Message):
+class Abandon(Message, frozen=True, kw_only=True):
     """The generation is over: drop the step and the fabric, wait for the next Begin."""
 
     generation: int
     reason: str
 
 
-class Stop(Message):
+class Stop(Message, frozen=True, kw_only=True):
     """The run is over: exit."""
 
     reason: str
+    exit_code: int = 0  # of the whole run
 
 
 ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | Abandon | Stop

@@ -1,0 +1,85 @@
+"""Who is to blame when a run stumbles: the first cause, not the loudest one.
+
+When a node dies, the others lose their peer within milliseconds and say so too, at times earlier than the agent that
+saw the death. So each piece of evidence has a weight, and the heaviest of those that came in within a moment is taken,
+the earliest among equals.
+"""
+
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from oobleck_jax.elastic import messages
+from oobleck_jax.planning.plan import NodeId
+
+
+class Weight(IntEnum):
+    """How well a piece of evidence explains the failure of a run; the heavier wins."""
+
+    COLLATERAL = 0  # a worker lost, or waits for, another one
+    OWN = 1  # a worker failed by itself, as far as it knows: its error may still be a consequence
+    FIRM = 2  # a process was killed, stopped, or does not answer: no other node does that to it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One piece of evidence."""
+
+    node: NodeId | None  # None: no single node
+    weight: Weight
+    what: str  # a sentence without its full stop; names the node
+    detail: str = ""  # log tail or traceback
+    noticed_s: float
+
+
+def first_cause(causes: Sequence[Cause]) -> Cause:
+    """Return the heaviest cause; the earliest of equals."""
+    return max(causes, key=lambda cause: cause.weight)  # max takes the first of equals
+
+
+def cause_of_exit(exited: messages.WorkerExited, now_s: float) -> Cause:
+    """Explain the end of a worker."""
+    what = f"the worker of node {exited.node} {describe_exit(exited.exit_code)}"
+    # Libraries abort when a peer goes away; any other signal came from outside or from a fault of the worker's own.
+    is_firm = exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT
+    weight = Weight.FIRM if is_firm else Weight.OWN
+    return Cause(node=exited.node, weight=weight, what=what, detail=exited.log_tail, noticed_s=now_s)
+
+
+def cause_of_failure(failed: messages.Failed, now_s: float) -> Cause:
+    """Explain what a worker says of its own end."""
+    weight = Weight.COLLATERAL if failed.is_collateral else Weight.OWN
+    what = f"the worker of node {failed.node} failed: {failed.error}"
+    return Cause(node=failed.node, weight=weight, what=what, detail=failed.traceback, noticed_s=now_s)
+
+
+def describe_exit(exit_code: int) -> str:
+    """Say in words how a process ended."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = " (kill -9, or out of memory)" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def suspects(
+    late: Collection[NodeId], *, waits: Mapping[NodeId, NodeId], stopped: Collection[NodeId] = ()
+) -> tuple[NodeId, ...]:
+    """Return the nodes that may hold up a step, ascending: one where it is clear.
+
+    Args:
+        late: the nodes that have not done their part.
+        waits: for nodes that say so, the node they wait for.
+        stopped: nodes whose worker is stopped by a signal.
+    """
+    if found := [node for node in late if node in stopped]:
+        return tuple(sorted(found))
+    # Others wait for it, and it waits for nobody: it is busy with something that does not end.
+    if found := {awaited for awaited in waits.values() if awaited in late and awaited not in waits}:
+        return tuple(sorted(found))
+    silent = [node for node in late if node not in waits]
+    return tuple(sorted(silent or late))

@@ -1,0 +1,118 @@
+"""What goes into the membership machine, and what comes out of it.
+
+The coordinator turns sockets, clocks and signals into inputs, and carries the effects out in the order given; that
+order matters: a commit decision is recorded before it is sent.
+"""
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from oobleck_jax import events
+from oobleck_jax.elastic import messages
+from oobleck_jax.planning.plan import NodeId
+
+
+ConnectionId = NewType("ConnectionId", int)
+
+
+# ------------------------------------------------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """A message came in."""
+
+    connection: ConnectionId
+    message: messages.ToCoordinator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disconnected:
+    """A connection ended, for whatever reason."""
+
+    connection: ConnectionId
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FabricStarted:
+    """The coordination service of a generation accepts its nodes."""
+
+    generation: int
+    address: str  # host:port, as the nodes reach it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FabricFailed:
+    """The coordination service of a generation could not start."""
+
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupted:
+    """The user, or the system, wants the run to end."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Nothing happened but that time went by."""
+
+
+Input: TypeAlias = Received | Disconnected | FabricStarted | FabricFailed | Interrupted | Tick
+
+
+# ------------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """Send a message."""
+
+    connection: ConnectionId
+    message: messages.ToNode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Close:
+    """Close a connection, after all that was sent on it."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartFabric:
+    """Start JAX's coordination service for a generation; answer with FabricStarted or FabricFailed."""
+
+    generation: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """Write a record where it belongs, and show it."""
+
+    record: events.Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ignored:
+    """An input was of no consequence, and why; worth a line in a log."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """The run is over, and with it the machine."""
+
+    reason: str
+    exit_code: int
+    node: NodeId | None  # to blame, where there is one
+
+
+Effect: TypeAlias = Send | Close | StartFabric | Write | Ignored | Finish

@@ -1,0 +1,82 @@
+"""From votes to a decision: what a step amounts to, or why it must not count."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oobleck_jax.elastic.messages import GroupReport, Vote
+from oobleck_jax.planning.plan import NodeId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The step counts."""
+
+    loss: float  # mean over the tokens of the global batch
+    global_norm: float  # of the gradient, each parameter group once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """The step must not count."""
+
+    node: NodeId | None  # to blame, where the votes tell
+    cause: str
+
+
+def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int) -> Decision | Fault:
+    """Weigh the votes of all nodes of a generation.
+
+    The sums are exact (`math.fsum`), so that neither the order of votes nor who holds what changes a bit of them.
+    """
+    ordered = [votes[node] for node in sorted(votes)]
+    step = ordered[0].step
+    holders: dict[str, list[tuple[NodeId, GroupReport]]] = {}
+    for vote in ordered:
+        for report in vote.groups:
+            holders.setdefault(report.group, []).append((vote.node, report))
+
+    for vote in ordered:
+        if fault := _not_finite(vote, step):
+            return fault
+    for group, reports in sorted(holders.items()):
+        if fault := _discord(group, reports, step):
+            return fault
+    num_tokens = sum(vote.num_tokens for vote in ordered)
+    if num_tokens != tokens_per_step:
+        shares = ", ".join(f"node {vote.node}: {vote.num_tokens}" for vote in ordered if vote.num_tokens)
+        cause = f"step {step} has {tokens_per_step} tokens, but the losses cover {num_tokens} ({shares})"
+        return Fault(node=None, cause=cause)
+
+    loss_sum = math.fsum(vote.loss_sum or 0.0 for vote in ordered)
+    squared_norm = math.fsum(holders[group][0][1].squared_norm or 0.0 for group in sorted(holders))
+    return Decision(loss=loss_sum / num_tokens, global_norm=math.sqrt(squared_norm))
+
+
+def _not_finite(vote: Vote, step: int) -> Fault | None:
+    groups = [report.group for report in vote.groups if report.squared_norm is None]
+    if vote.is_finite and vote.loss_sum is not None and not groups:
+        return None
+    where = f"the gradient of {groups[0]}" if groups else "the loss" if vote.loss_sum is None else "a gradient"
+    cause = (
+        f"step {step} diverged: {where} on node {vote.node} is not finite; "
+        "lower --peak-learning-rate, or raise --warmup-steps"
+    )
+    return Fault(node=vote.node, cause=cause)
+
+
+def _discord(group: str, reports: list[tuple[NodeId, GroupReport]], step: int) -> Fault | None:
+    """Compare what the holders of a group saw: they summed the same contributions, so every bit must agree."""
+    seen = Counter((report.squared_norm, report.checksum) for _, report in reports)
+    if len(seen) == 1:
+        return None
+    (most_common, count), *_ = seen.most_common()
+    odd = [node for node, report in reports if (report.squared_norm, report.checksum) != most_common]
+    has_majority = 2 * count > len(reports)
+    values = ", ".join(
+        f"node {node}: squared norm {report.squared_norm!r}, checksum {report.checksum:#x}" for node, report in reports
+    )
+    who = f"node {odd[0]} differs from the others" if has_majority else "the holders differ"
+    cause = f"step {step}: the summed gradient of {group} is not the same everywhere, {who} ({values})"
+    return Fault(node=odd[0] if has_majority else None, cause=cause)

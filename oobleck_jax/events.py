@@ -1,0 +1,219 @@
+"""What happened in a run, as typed records: the lines of events.jsonl, metrics.jsonl and journal.jsonl.
+
+A record says what happened and why; `RunFiles` adds when. Whoever wants to know what a run did reads these files, never
+the log.
+
+    events.jsonl    membership, plans, evaluations, failures: a few lines, in order
+    metrics.jsonl   one object for each committed step
+    journal.jsonl   the commit decisions, each written before any node hears of it
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+class _Base(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
+    """Base of all records; the JSON field `event` names the class."""
+
+
+class Started(_Base, frozen=True, kw_only=True):
+    """A coordinator began a run."""
+
+    preset: str
+    num_nodes: int
+    fault_tolerance: int
+    steps: int
+    config_digest: str
+    versions: dict[str, str]
+
+
+class Joined(_Base, frozen=True, kw_only=True):
+    """A node takes part from now on; its worker starts."""
+
+    node: NodeId
+    name: str
+    incarnation: int
+
+
+class Rejected(_Base, frozen=True, kw_only=True):
+    """A node may not take part."""
+
+    name: str
+    reason: str
+
+
+class Ready(_Base, frozen=True, kw_only=True):
+    """A node's worker has its devices and waits for a plan."""
+
+    node: NodeId
+    incarnation: int
+    device_kind: str
+    num_devices: int
+    seconds: float  # since it joined
+
+
+class Advanced(_Base, frozen=True, kw_only=True):
+    """A node's preparation went on by a little. Shown, not written."""
+
+    node: NodeId
+    generation: int
+    phase: str
+    done: int
+    total: int
+
+
+class Planned(_Base, frozen=True, kw_only=True):
+    """A generation begins: who runs what, from which step, and why."""
+
+    generation: int
+    step: int
+    reason: str
+    plan: Plan
+
+
+class Prepared(_Base, frozen=True, kw_only=True):
+    """All nodes of a generation are ready to run its first step."""
+
+    generation: int
+    step: int
+    seconds: float  # since the generation began
+    num_compilations: dict[int, int]  # of each node, since its worker began
+    phases: dict[int, dict[str, float]]  # seconds of each node in each phase
+
+
+class Committed(_Base, frozen=True, kw_only=True):
+    """A step counts. Written to the journal before any node hears of it."""
+
+    generation: int
+    step: int
+    loss: float  # mean over the tokens of the global batch
+    grad_norm: float  # global, before clipping
+    step_time_s: float  # since the step before it was committed, or since the generation ran
+
+
+class Evaluated(_Base, frozen=True, kw_only=True):
+    """The mean loss over the evaluation batches after a committed step; None: not finite."""
+
+    generation: int
+    step: int
+    loss: float | None
+    num_tokens: int
+
+
+class Failed(_Base, frozen=True, kw_only=True):
+    """A node failed, or something that concerns all of them."""
+
+    generation: int
+    step: int  # the step in progress
+    node: NodeId | None
+    cause: str
+    detail: str  # log tail or traceback
+    is_collateral: bool  # a consequence of an earlier failure
+
+
+class Abandoned(_Base, frozen=True, kw_only=True):
+    """A generation ended before its time; the step in progress is done again by the next one."""
+
+    generation: int
+    step: int
+    reason: str
+
+
+class Left(_Base, frozen=True, kw_only=True):
+    """The worker of a node ended."""
+
+    node: NodeId
+    exit_code: int  # negative: the signal that killed it
+    peak_memory_bytes: int
+    agent_peak_memory_bytes: int
+
+
+class Finished(_Base, frozen=True, kw_only=True):
+    """The run is over."""
+
+    steps: int  # committed
+    reason: str
+    exit_code: int
+    node: NodeId | None = None  # to blame for a failure
+
+
+Record: TypeAlias = (
+    Started
+    | Joined
+    | Rejected
+    | Ready
+    | Advanced
+    | Planned
+    | Prepared
+    | Committed
+    | Evaluated
+    | Failed
+    | Abandoned
+    | Left
+    | Finished
+)
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of metrics.jsonl."""
+
+    step: int
+    generation: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    step_time_s: float
+    sample_first: int  # first sample of the step, counted from the start of the run
+    sample_end: int  # exclusive
+
+
+class RunFiles:
+    """Writes what happens into the run directory, line by line, each complete as soon as the call returns."""
+
+    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events = (run_dir / "events.jsonl").open("wb", buffering=0)
+        self._metrics = (run_dir / "metrics.jsonl").open("wb", buffering=0)
+        self._journal = (run_dir / "journal.jsonl").open("wb", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Write a record to the file it belongs to."""
+        match record:
+            case Advanced():
+                return
+            case Committed():
+                file = self._journal
+            case _:
+                file = self._events
+        # One write of the whole line: a reader, or a coordinator that dies, never leaves half of one behind.
+        file.write(_with_time(record, self._clock()))
+
+    def write_metrics(self, metrics: StepMetrics) -> None:
+        self._metrics.write(msgspec.json.encode(metrics) + b"\n")
+
+    def close(self) -> None:
+        for file in (self._events, self._metrics, self._journal):
+            file.close()
+
+
+def _with_time(record: Record, now: float) -> bytes:
+    return msgspec.json.encode({"time": round(now, 3), **msgspec.to_builtins(record)}) + b"\n"
+
+
+def read_events(path: Path) -> Iterator[tuple[float, Record]]:
+    """Yield (seconds since 1970, record) for each line of an events or journal file.
+
+    Raises:
+        msgspec.ValidationError: a line is not a record.
+    """
+    decoder = msgspec.json.Decoder(Record)
+    with path.open("rb") as file:
+        for line in file:
+            yield msgspec.json.decode(line)["time"], decoder.decode(line)
