@@ -1,0 +1,255 @@
+"""The coordinator: gives the membership machine its sockets, its clock and its files.
+
+All that is decided is decided in membership.py; here inputs are fed to it one after the other, on one event loop, and
+its effects are carried out in order.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from oobleck_jax import events
+from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.effects import (
+    Close,
+    ConnectionId,
+    Disconnected,
+    FabricFailed,
+    FabricStarted,
+    Finish,
+    Ignored,
+    Input,
+    Interrupted,
+    Received,
+    Send,
+    StartFabric,
+    Tick,
+    Write,
+)
+from oobleck_jax.elastic.membership import Membership
+from oobleck_jax.elastic.worker_process import MAX_MESSAGE_BYTES
+from oobleck_jax.errors import ConfigError
+
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_JOIN_S = 10.0  # a connection that has not asked to join by then is closed
+_LATE_S = 1.0  # a timer that fires so late tells that this process, not the nodes, stood still
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """What the coordinator is given by the rest of the program.
+
+    Attributes:
+        start_fabric: starts JAX's coordination service on "host:port" for a number of nodes; may block. What it returns
+            is kept as long as the generation needs it.
+        fabric_host: the address of this machine as the nodes reach it.
+        record: takes every record, in order; a commit decision must be on its way to disk when it returns.
+    """
+
+    start_fabric: Callable[[str, int], object]
+    fabric_host: str
+    record: Callable[[events.Record], None]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port of the coordinator, before anything else starts; port 0 takes any that is free.
+
+    Raises:
+        ConfigError: the port is in use, or is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from None
+    return listener
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """Refuse to listen where others can reach us unless they must know a token.
+
+    Raises:
+        ConfigError: not a loopback address, and no token.
+    """
+    if host not in LOOPBACK and not token:
+        raise ConfigError(f"listening on {host} needs a token that all nodes know: give --token-file (or --token)")
+
+
+class Coordinator:
+    """Runs a membership machine until it finishes."""
+
+    def __init__(self, membership: Membership, services: Services, *, token: str | None = None) -> None:
+        self._membership = membership
+        self._services = services
+        self._authorization = f"Bearer {token}".encode() if token else None
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[Finish] = self._loop.create_future()
+        self._connections = itertools.count()
+        self._outgoing: dict[ConnectionId, asyncio.Queue[messages.ToNode | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._fabric: object = None
+
+    async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> Finish:
+        """Serve nodes until the run is over; return how it ended.
+
+        Raises:
+            Exception: whatever `Services.record` raised; the nodes are left without a coordinator then, and end.
+        """
+        app = web.Application()
+        app.router.add_get("/control", self._control)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener, ssl_context=tls).start()
+            self._feed(Tick())
+            return await self._finished
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for outgoing in self._outgoing.values():
+                outgoing.put_nowait(None)
+            await runner.cleanup()
+            for task in self._tasks:
+                task.cancel()
+            self._fabric = None
+
+    def interrupt(self, reason: str, exit_code: int) -> None:
+        """End the run early, in good order."""
+        self._feed(Interrupted(reason=reason, exit_code=exit_code))
+
+    # ------------------------------------------------------------------------------------------------ the machine
+
+    def _feed(self, given: Input) -> None:
+        if self._finished.done():
+            return
+        try:
+            for effect in self._membership.handle(given, self._loop.time()):
+                match effect:
+                    case Send():
+                        if effect.connection in self._outgoing:
+                            self._outgoing[effect.connection].put_nowait(effect.message)
+                    case Close():
+                        if effect.connection in self._outgoing:
+                            self._outgoing[effect.connection].put_nowait(None)
+                    case StartFabric():
+                        self._spawn(self._start_fabric(effect))
+                    case Write():
+                        self._services.record(effect.record)
+                    case Ignored():
+                        logger.info("ignored: %s", effect.reason)
+                    case Finish():
+                        self._finished.set_result(effect)
+        except Exception as error:  # a full disk, or our own mistake: whoever awaits `run` must hear of it
+            if not self._finished.done():
+                self._finished.set_exception(error)
+            return
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wake_s = self._membership.wake_s
+        if wake_s < math.inf:
+            self._timer = self._loop.call_at(wake_s, self._tick, wake_s)
+
+    def _tick(self, due_s: float) -> None:
+        if self._loop.time() - due_s > _LATE_S:
+            # This process was stopped or starved. Signs of life of the nodes wait in their sockets: read them first.
+            self._timer = self._loop.call_later(0.5, self._feed, Tick())
+        else:
+            self._feed(Tick())
+
+    async def _start_fabric(self, wanted: StartFabric) -> None:
+        host = self._services.fabric_host
+        given: Input = FabricFailed(generation=wanted.generation, error="not tried")
+        for _ in range(3):  # somebody else may take the port in between
+            address = f"{host}:{_free_port(host)}"
+            try:
+                fabric = await asyncio.to_thread(self._services.start_fabric, address, wanted.num_nodes)
+            except (OSError, RuntimeError) as error:
+                given = FabricFailed(generation=wanted.generation, error=f"{type(error).__name__}: {error}")
+                continue
+            # The one before is dropped only now: its nodes have left it when their generation ran.
+            self._fabric = fabric
+            given = FabricStarted(generation=wanted.generation, address=address)
+            break
+        self._feed(given)
+
+    # ------------------------------------------------------------------------------------------------ connections
+
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        """Serve one agent for as long as its connection lasts."""
+        if self._authorization is not None:
+            given = request.headers.get("Authorization", "").encode(errors="replace")
+            if not hmac.compare_digest(given, self._authorization):
+                raise web.HTTPUnauthorized(text="wrong or no token")
+        websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, timeout=1.0)
+        await websocket.prepare(request)
+        connection = ConnectionId(next(self._connections))
+        outgoing = self._outgoing[connection] = asyncio.Queue[messages.ToNode | None]()
+        sender = self._spawn(_send_all(websocket, outgoing))
+        reason = "connection lost"
+        try:
+            reason = await self._receive_all(websocket, connection)
+        finally:
+            del self._outgoing[connection]
+            sender.cancel()
+            self._feed(Disconnected(connection=connection, reason=reason))
+        with contextlib.suppress(ConnectionError):
+            await websocket.close()
+        return websocket
+
+    async def _receive_all(self, websocket: web.WebSocketResponse, connection: ConnectionId) -> str:
+        """Feed what comes in; return why it ended."""
+        timeout_s: float | None = _JOIN_S
+        while True:
+            try:
+                frame = await websocket.receive(timeout=timeout_s)
+            except TimeoutError:
+                return f"it did not ask to join within {_JOIN_S:.0f} s"
+            if frame.type is not WSMsgType.TEXT:
+                return "connection lost" if frame.type is not WSMsgType.BINARY else "it sent binary data"
+            try:
+                message = messages.decode_to_coordinator(frame.data)
+            except msgspec.MsgspecError as error:
+                return f"it sent an invalid message: {error}"
+            timeout_s = None  # from here on the machine watches over it
+            self._feed(Received(connection=connection, message=message))
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _send_all(websocket: web.WebSocketResponse, outgoing: "asyncio.Queue[messages.ToNode | None]") -> None:
+    """Send what is put into the queue, in order; None closes the connection."""
+    with contextlib.suppress(ConnectionError):
+        while (message := await outgoing.get()) is not None:
+            await websocket.send_str(messages.encode(message).decode())
+        await websocket.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

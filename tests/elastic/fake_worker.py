@@ -1,0 +1,183 @@
+"""A worker without jax for tests of the control plane: it speaks the protocol and invents its losses.
+
+    python fake_worker.py [--fault FAULT@NODE:STEP] [--step-s SECONDS] --control-fd N
+
+FAULT is one of raise, exit, kill (the others say at once that they lost their peer), hang (never votes; the others say
+that they wait for it), discord (a wrong checksum) and nan. All workers invent the same numbers for the same step,
+whatever the plan. Evaluations are reported after every step; the coordinator takes those that it asked for.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+
+from oobleck_jax.elastic import messages
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+def loss_of(step: int) -> float:
+    """The mean loss that these workers report."""
+    return 5.5 / (1 + 0.1 * step)
+
+
+TOKENS_PER_MICROBATCH = 4 * 128
+
+
+class Worker:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.control = socket.socket(fileno=options.control_fd)
+        self.lines = self.control.makefile("rb")
+        self.step_s: float = options.step_s
+        self.fault, at_node, self.fault_step = parse_fault(options.fault)
+        self.fault_node = NodeId(at_node)
+        welcome = self.receive()
+        assert isinstance(welcome, messages.Welcome)
+        self.node = welcome.node
+
+    def receive(self) -> messages.ToNode:
+        line = self.lines.readline()
+        if not line:
+            os._exit(1)  # the agent is gone
+        return messages.decode_to_node(line)
+
+    def send(self, message: messages.ToCoordinator) -> None:
+        self.control.sendall(messages.encode(message) + b"\n")
+
+    def run(self) -> None:
+        print(f"node {self.node} is up on cores {sorted(os.sched_getaffinity(0))}", flush=True)
+        self.send(
+            messages.WorkerReady(
+                node=self.node,
+                incarnation=0,
+                link_address="127.0.0.1:1",
+                num_devices=1,
+                device_kind="invented",
+                peak_memory_bytes=1,
+            )
+        )
+        while True:
+            match self.receive():
+                case messages.Begin() as begin:
+                    self.prepare(begin)
+                case messages.Run() as run:
+                    self.work(run.step)
+                case messages.Commit() as commit:
+                    self.evaluate(commit.step)
+                    self.work(commit.step + 1)
+                case messages.Stop():
+                    print("stopped", flush=True)
+                    return
+                case _:
+                    pass
+
+    def prepare(self, begin: messages.Begin) -> None:
+        self.plan: Plan = begin.plan
+        self.generation = begin.generation
+        cores = next(member.cores for member in begin.members if member.node == self.node)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        for done in (1, 2):
+            self.send(
+                messages.Progress(node=self.node, generation=begin.generation, phase="compile", done=done, total=2)
+            )
+        self.send(
+            messages.Prepared(node=self.node, generation=begin.generation, num_compilations=2, seconds={"compile": 0.0})
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the last stages of this node."""
+        return sum(
+            pipeline.num_microbatches * TOKENS_PER_MICROBATCH
+            for pipeline in self.plan.pipelines
+            if self.node == pipeline.node_of(len(pipeline.template.stages) - 1)
+        )
+
+    def work(self, step: int) -> None:
+        time.sleep(self.step_s)
+        groups = [
+            messages.GroupReport(group=f"layer {layer}", squared_norm=0.25 / (1 + layer), checksum=step * 1000 + layer)
+            for layer in self.plan.layers_of(self.node)
+        ]
+        is_finite = True
+        if step == self.fault_step and self.node == self.fault_node:
+            match self.fault:
+                case "raise":
+                    self.fail("ValueError: invented trouble")
+                case "exit":
+                    sys.exit(3)
+                case "kill":
+                    time.sleep(0.1)  # time for the others to complain first
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "hang":
+                    time.sleep(1000)
+                case "discord":
+                    groups[0] = messages.GroupReport(group="layer 0", squared_norm=0.25, checksum=1)
+                case _:
+                    is_finite = False
+        elif step == self.fault_step and self.fault == "kill":
+            self.fail(f"PeerLost: node {self.fault_node} is gone", blames=self.fault_node)
+        elif step == self.fault_step and self.fault == "hang":
+            waiting = messages.Waiting(node=self.node, generation=self.generation, step=step, waits_for=self.fault_node)
+            self.send(waiting)
+            return
+        self.send(
+            messages.Vote(
+                node=self.node,
+                generation=self.generation,
+                step=step,
+                loss_sum=loss_of(step) * self.num_tokens,
+                num_tokens=self.num_tokens,
+                is_finite=is_finite,
+                groups=tuple(groups),
+                seconds={"compute": self.step_s},
+            )
+        )
+
+    def evaluate(self, step: int) -> None:
+        if self.num_tokens:
+            self.send(
+                messages.Evaluated(
+                    node=self.node,
+                    generation=self.generation,
+                    step=step,
+                    loss_sum=2.0 * self.num_tokens,
+                    num_tokens=self.num_tokens,
+                )
+            )
+
+    def fail(self, error: str, blames: NodeId | None = None) -> None:
+        self.send(
+            messages.Failed(
+                node=self.node,
+                generation=self.generation,
+                error=error,
+                traceback=f"Traceback (invented)\n{error}",
+                blames=blames,
+            )
+        )
+        sys.exit(1)
+
+
+def parse_fault(text: str | None) -> tuple[str, int, int]:
+    if not text:
+        return "", -1, -1
+    fault, _, where = text.partition("@")
+    node, _, step = where.partition(":")
+    return fault, int(node), int(step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--fault")
+    parser.add_argument("--step-s", type=float, default=0.005)
+    options = parser.parse_args()
+    Worker(options).run()
+
+
+if __name__ == "__main__":
+    main()
