@@ -1,0 +1,95 @@
+"""Waiting for other nodes: by polling, with a deadline, and with an ear for the news that the wait is over.
+
+Nothing that depends on another node may be waited for in any other way. `block_until_ready` cannot be interrupted, and
+a survivor that is not a neighbour of the dead node in Gloo's ring hears nothing of the death.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+
+from oobleck_jax.errors import Abandoned, PeerLost, Stalled
+
+
+_SPIN_S = 50e-6  # look without sleeping for so long: what is nearly there should not cost a sleep
+_FIRST_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 1e-3
+_EVENT_SLICE_S = 10e-3  # a wait for an event looks for abandonment this often
+
+# How statuses begin that the death of a peer ends in; others (RESOURCE_EXHAUSTED, INVALID_ARGUMENT) are our own fault.
+_PEER_STATUSES = (
+    "INTERNAL",
+    "UNKNOWN",
+    "UNAVAILABLE",
+    "ABORTED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "FAILED_PRECONDITION",
+)
+
+
+def wait_ready(arrays: Iterable[jax.Array], *, limit_s: float, abandoned: threading.Event, what: str) -> None:
+    """Wait until arrays that depend on other nodes are ready.
+
+    Args:
+        arrays: results of pulls, or of programs that use such results.
+        limit_s: longest wait for all of them, in seconds.
+        abandoned: set when nobody needs the arrays any more.
+        what: what is waited for, for the messages of errors.
+
+    Raises:
+        Abandoned: `abandoned` was set.
+        PeerLost: an array came out as an error of its transport.
+        Stalled: the limit passed.
+    """
+    start_s = time.monotonic()
+    for array in arrays:
+        _poll(array.is_ready, start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
+        try:
+            array.block_until_ready()  # returns at once; raises if the array is an error
+        except jax.errors.JaxRuntimeError as error:
+            raise as_peer_lost(error, what=what) from error
+
+
+def wait_event(done: threading.Event, *, limit_s: float, abandoned: threading.Event, what: str) -> None:
+    """Wait until another thread of this process sets `done`.
+
+    Raises:
+        Abandoned: `abandoned` was set.
+        Stalled: the limit passed.
+    """
+    start_s = time.monotonic()
+    while not done.wait(_EVENT_SLICE_S):
+        _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
+
+
+def as_peer_lost(error: jax.errors.JaxRuntimeError, *, what: str) -> Exception:
+    """Return what to raise for an error of a transport: `PeerLost`, or the error itself if no peer is to blame."""
+    message = str(error)
+    if message.startswith(_PEER_STATUSES):
+        return PeerLost(f"{what}: a node that takes part is gone ({message.splitlines()[0]})", what=what)
+    return error
+
+
+def _poll(
+    is_ready: Callable[[], bool], *, start_s: float, limit_s: float, abandoned: threading.Event, what: str
+) -> None:
+    spin_until_s = time.monotonic() + _SPIN_S
+    sleep_s = _FIRST_SLEEP_S
+    while not is_ready():
+        _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
+        if time.monotonic() > spin_until_s:
+            time.sleep(sleep_s)
+            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+
+
+def _check(*, start_s: float, limit_s: float, abandoned: threading.Event, what: str) -> None:
+    if abandoned.is_set():
+        raise Abandoned(f"{what}: no longer needed")
+    waited_s = time.monotonic() - start_s
+    if waited_s > limit_s:
+        raise Stalled(
+            f"{what}: nothing came for {waited_s:.1f} s, the limit is {limit_s:g} s", what=what, waited_s=waited_s
+        )
