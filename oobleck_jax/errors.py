@@ -68,11 +68,13 @@ class PeerLost(OobleckError):
 
     Attributes:
         what: what was waited for.
+        node: the node that it depended on, where known.
     """
 
-    def __init__(self, message: str, *, what: str) -> None:
+    def __init__(self, message: str, *, what: str, node: int | None = None) -> None:
         super().__init__(message)
         self.what = what
+        self.node = node
 
 
 class Stalled(OobleckError):
@@ -81,9 +83,11 @@ class Stalled(OobleckError):
     Attributes:
         what: what was waited for.
         waited_s: how long, in seconds.
+        node: the node that was waited for, where known.
     """
 
-    def __init__(self, message: str, *, what: str, waited_s: float) -> None:
+    def __init__(self, message: str, *, what: str, waited_s: float, node: int | None = None) -> None:
         super().__init__(message)
         self.what = what
         self.waited_s = waited_s
+        self.node = node

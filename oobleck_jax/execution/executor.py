@@ -1,0 +1,156 @@
+"""The executor: carries out the actions of a node's schedule, microbatch by microbatch.
+
+One thread starts the programs; they run asynchronously, and what comes from other stages is asked for one action ahead,
+so that transfers run beside compute. Every wait for another node is a `Patience.wait`.
+
+Shapes: B microbatch, T sequence.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from oobleck_jax.config import RunConfig
+from oobleck_jax.data import TokenDataset
+from oobleck_jax.execution.hop import Hop, Payload
+from oobleck_jax.execution.layout import NodeLayout
+from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.stage_runtime import StageRuntime
+from oobleck_jax.planning.schedule import Action, Phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Loss summed over the tokens of the node's last stages; zeros where it has none."""
+
+    loss_sum: float
+    num_tokens: int
+    received_s: float  # time spent waiting for other stages
+
+
+class Executor:
+    """Runs the stages of one node in one generation."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        dataset: TokenDataset,
+        layout: NodeLayout,
+        stages: Mapping[int, StageRuntime],
+        hops_before: Mapping[int, Hop],
+        hops_after: Mapping[int, Hop],
+    ) -> None:
+        self._config, self._dataset, self._layout, self._stages = config, dataset, layout, stages
+        self._before, self._after = hops_before, hops_after
+        self._received_s = 0.0
+
+    def train(self, step: int, patience: Patience) -> Losses:
+        """Run all forwards and backwards of a step; the stages hold the gradient sums afterwards.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: a neighbour's data does not come.
+        """
+        self._received_s = 0.0
+        indices = self._dataset.sample_indices(step)
+        scale = 1.0 / self._config.tokens_per_step
+        losses: list[jax.Array] = []
+        for stage in self._stages.values():
+            stage.begin_step()
+        actions = self._layout.actions
+        for position, action in enumerate(actions):
+            self._ask(step, action)
+            if position + 1 < len(actions):
+                self._ask(step, actions[position + 1])
+            stage = self._stages[action.stage]
+            samples_B = indices[self._rows(action.microbatch)]
+            if action.phase is Phase.BACKWARD:
+                if not stage.is_last:  # the last stage did it with its forward
+                    dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)
+                    self._send_back(step, action, stage.backward(action.microbatch, dy))
+                continue
+            randomness = stage.randomness(self._config.seed, step, samples_B)
+            x, targets = self._inputs(step, action, self._dataset.tokens(samples_B), patience)
+            if stage.is_last:
+                loss, dx = stage.loss_and_backward(x, targets, scale, randomness)
+                losses.append(loss)
+                self._send_back(step, action, dx)
+            else:
+                y = stage.forward(action.microbatch, x, randomness)
+                self._after[action.stage].send(Payload.ACTIVATION, step, action.microbatch, y)
+        return self._total(losses)
+
+    def evaluate(self, step: int, patience: Patience) -> Losses:
+        """Run the node's share of the evaluation batches forward, without randomness.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: a neighbour's data does not come.
+        """
+        self._received_s = 0.0
+        losses: list[jax.Array] = []
+        num_microbatches = len(self._layout.microbatches)
+        for batch in range(self._config.eval_batches):
+            indices = self._dataset.eval_indices(batch)
+            for microbatch in range(num_microbatches):
+                tokens_BT = self._dataset.eval_tokens(indices[self._rows(microbatch)])
+                number = batch * num_microbatches + microbatch
+                for index, stage in self._stages.items():
+                    if index in self._before:
+                        self._before[index].ask(Payload.EVALUATION, step, number)
+                        x = self._wait(self._before[index], Payload.EVALUATION, step, number, patience)
+                    else:
+                        x = stage.put_batch(tokens_BT[:, :-1])
+                    if stage.is_last:
+                        losses.append(stage.infer_loss(x, tokens_BT[:, 1:]))
+                    else:
+                        self._after[index].send(Payload.EVALUATION, step, number, stage.infer(x))
+        return self._total(losses)
+
+    # -- helpers
+
+    def _rows(self, microbatch: int) -> slice:
+        """Return the rows of the global batch that a microbatch of this node's pipeline takes."""
+        first = self._layout.microbatches[microbatch] * self._config.microbatch_size
+        return slice(first, first + self._config.microbatch_size)
+
+    def _inputs(
+        self, step: int, action: Action, tokens_BT: Int[np.ndarray, "B T"], patience: Patience
+    ) -> tuple[jax.Array, np.ndarray]:
+        """Return a stage's input of a microbatch, and the targets."""
+        stage = self._stages[action.stage]
+        if action.stage in self._before:
+            return self._receive(self._before, Payload.ACTIVATION, step, action, patience), tokens_BT[:, 1:]
+        return stage.put_batch(tokens_BT[:, :-1]), tokens_BT[:, 1:]
+
+    def _ask(self, step: int, action: Action) -> None:
+        if action.phase is Phase.FORWARD and action.stage in self._before:
+            self._before[action.stage].ask(Payload.ACTIVATION, step, action.microbatch)
+        if action.phase is Phase.BACKWARD and action.stage in self._after:
+            self._after[action.stage].ask(Payload.GRADIENT, step, action.microbatch)
+
+    def _receive(
+        self, hops: Mapping[int, Hop], payload: Payload, step: int, action: Action, patience: Patience
+    ) -> jax.Array:
+        return self._wait(hops[action.stage], payload, step, action.microbatch, patience)
+
+    def _wait(self, hop: Hop, payload: Payload, step: int, microbatch: int, patience: Patience) -> jax.Array:
+        began_s = time.monotonic()
+        array = hop.receive(payload, step, microbatch, patience)
+        self._received_s += time.monotonic() - began_s
+        return array
+
+    def _send_back(self, step: int, action: Action, dx: jax.Array | None) -> None:
+        if action.stage in self._before:
+            assert dx is not None, f"stage {action.stage} has a stage before it but no gradient of its input"
+            self._before[action.stage].send(Payload.GRADIENT, step, action.microbatch, dx)
+
+    def _total(self, losses: list[jax.Array]) -> Losses:
+        return Losses(
+            loss_sum=float(sum(float(loss) for loss in losses)),
+            num_tokens=len(losses) * self._config.microbatch_size * self._config.sequence_length,
+            received_s=self._received_s,
+        )

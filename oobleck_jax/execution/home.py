@@ -1,0 +1,108 @@
+"""The home: the ordinary single-process JAX runtime of a worker, which survives every failure of somebody else.
+
+Parameters, optimizer state and compiled programs live here. Programs are held as ahead-of-time compiled objects: no
+cache clearing touches them, and they cannot compile by surprise in the middle of a step.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+
+class Home:
+    """The devices of one node, and every program compiled for them.
+
+    Attributes:
+        devices: local devices, in the order that plans number them.
+        num_compilations: programs compiled (or read from the persistent cache) so far.
+        compile_s: seconds spent on them.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = tuple(devices)
+        self.num_compilations = 0
+        self.compile_s = 0.0
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+
+    def compiled(
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        donate: tuple[int, ...] = (),
+        out_shardings: Any = None,
+    ) -> jax.stages.Compiled:
+        """Return the program stored under `key`; compile it first if it is new.
+
+        Args:
+            key: everything the program depends on.
+            function: what to compile; traced only if the key is new.
+            arguments: pytrees of `jax.ShapeDtypeStruct` with shardings.
+            donate: positions of arguments whose memory the program may reuse.
+            out_shardings: shardings of the results, as in `jax.jit`; None lets XLA choose.
+        """
+        if key not in self._programs:
+            began_s = time.monotonic()
+            options = {} if out_shardings is None else {"out_shardings": out_shardings}
+            jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
+            self._programs[key] = jitted.lower(*arguments).compile()
+            self.num_compilations += 1
+            self.compile_s += time.monotonic() - began_s
+        return self._programs[key]
+
+
+class StageDevices:
+    """The devices of one stage, and how arrays lie on them.
+
+    Parameters are sharded over their largest dimension that the device count divides (fully sharded data parallel);
+    activations and tokens over the batch. With one device nothing is sharded.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = tuple(devices)
+        self._mesh = Mesh(np.array(self.devices), ("shard",)) if len(self.devices) > 1 else None
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What programs for these devices are keyed by."""
+        return tuple(device.id for device in self.devices)
+
+    @property
+    def replicated(self) -> jax.sharding.Sharding:
+        return self._sharding(P())
+
+    def of_batch(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        """Return the sharding of an array whose first dim is the batch."""
+        divides = bool(shape) and shape[0] % len(self.devices) == 0
+        return self._sharding(P("shard") if divides else P())
+
+    def of_parameter(self, shape: tuple[int, ...], *, num_stacked_dims: int) -> jax.sharding.Sharding:
+        """Return the sharding of a parameter; the first `num_stacked_dims` dims are layers and stay whole."""
+        candidates = [dim for dim in range(num_stacked_dims, len(shape)) if shape[dim] % len(self.devices) == 0]
+        if not candidates:
+            return self._sharding(P())
+        largest = max(candidates, key=lambda dim: (shape[dim], -dim))
+        return self._sharding(P(*[None] * largest, "shard"))
+
+    def batch_spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.of_batch(shape))
+
+    def replicated_spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def parameter_specs(self, tree: Any, *, num_stacked_dims: int) -> Any:
+        """Add shardings to a pytree of shapes."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=self.of_parameter(leaf.shape, num_stacked_dims=num_stacked_dims)
+            ),
+            tree,
+        )
+
+    def _sharding(self, spec: P) -> jax.sharding.Sharding:
+        return SingleDeviceSharding(self.devices[0]) if self._mesh is None else NamedSharding(self._mesh, spec)

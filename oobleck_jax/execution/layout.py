@@ -1,0 +1,161 @@
+"""What a plan means for one node: its stages, their spans and neighbours, the order of its actions; and who sums what.
+
+Everything here is derived from (plan, model) alone, so all nodes agree without talking.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
+from oobleck_jax.planning.schedule import Action, StageCost, check_schedule, merge_for_node, one_f_one_b
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpan:
+    """Consecutive layers of one kind within a stage; layers with tied parameters stand alone."""
+
+    kind: str
+    first_layer: int
+    end_layer: int  # exclusive
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbour:
+    """The stage before or after, and where it runs."""
+
+    node: NodeId
+    num_devices: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalStage:
+    """One stage of this node."""
+
+    pipeline: int
+    index: int
+    stage: Stage
+    spans: tuple[LayerSpan, ...]
+    previous: Neighbour | None
+    next: Neighbour | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLayout:
+    """The part of one node in a plan; a spare node has no stages.
+
+    Attributes:
+        microbatches: numbers of its pipeline's microbatches within the global batch.
+        actions: the order of its work; microbatches counted from 0 within the pipeline.
+    """
+
+    stages: tuple[LocalStage, ...]
+    microbatches: range
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A parameter group: the own parameters of one layer, or a tied parameter. The grain of state.
+
+    Attributes:
+        layers: the layers that use it; one, unless it is tied.
+        attribute: for a tied group, the attribute of its first layer's module that holds it.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    attribute: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Groups with the same holders, whose gradients are summed as one vector."""
+
+    groups: tuple[str, ...]
+    holders: tuple[NodeId, ...]  # ascending
+
+
+def own_group(layer: int) -> str:
+    """Return the name of the group of a layer's own parameters."""
+    return f"layer-{layer:03d}"
+
+
+def groups_of(model: LayeredModel) -> tuple[Group, ...]:
+    """Return all parameter groups: those of the layers in order, then the tied ones by their first layer."""
+    tied: dict[str, tuple[str, list[int]]] = {}
+    for number, layer in enumerate(model.layers):
+        for attribute, name in layer.tied:
+            tied.setdefault(name, (attribute, []))[1].append(number)
+    own = [Group(name=own_group(number), layers=(number,)) for number in range(len(model.layers))]
+    shared = [Group(name=name, layers=tuple(layers), attribute=attribute) for name, (attribute, layers) in tied.items()]
+    return (*own, *shared)
+
+
+def spans_of(model: LayeredModel, layers: Iterable[int]) -> tuple[LayerSpan, ...]:
+    """Cut consecutive layers into spans."""
+    spans: list[LayerSpan] = []
+    for number in layers:
+        layer = model.layers[number]
+        last = number == len(model.layers) - 1
+        joins = spans and spans[-1].kind == layer.kind and not layer.tied and number > 1 and not last
+        if joins:
+            spans[-1] = LayerSpan(kind=layer.kind, first_layer=spans[-1].first_layer, end_layer=number + 1)
+        else:
+            spans.append(LayerSpan(kind=layer.kind, first_layer=number, end_layer=number + 1))
+    return tuple(spans)
+
+
+def layout_of(model: LayeredModel, plan: Plan, node: NodeId, costs: Sequence[float] | None = None) -> NodeLayout:
+    """Return a node's part of a plan.
+
+    Args:
+        costs: forward time of each layer in any unit, used to order the work of a node with several stages.
+    """
+    for number, pipeline in enumerate(plan.pipelines):
+        if node not in pipeline.nodes:
+            continue
+        stages = pipeline.template.stages
+        places = [
+            Neighbour(node=pipeline.node_of(index), num_devices=stage.num_devices) for index, stage in enumerate(stages)
+        ]
+        local = tuple(
+            LocalStage(
+                pipeline=number,
+                index=index,
+                stage=stage,
+                spans=spans_of(model, stage.layers),
+                previous=places[index - 1] if index else None,
+                next=places[index + 1] if index + 1 < len(stages) else None,
+            )
+            for index, stage in enumerate(stages)
+            if places[index].node == node
+        )
+        schedule = one_f_one_b(len(stages), pipeline.num_microbatches)
+        check_schedule(schedule, num_stages=len(stages), num_microbatches=pipeline.num_microbatches)
+        weights = [sum(costs[layer] for layer in stage.layers) if costs else len(stage.layers) for stage in stages]
+        stage_costs = tuple(StageCost(forward_s=weight, backward_s=2 * weight) for weight in weights)
+        actions = merge_for_node(schedule, [stage.index for stage in local], stage_costs)
+        return NodeLayout(stages=local, microbatches=plan.microbatches_of(number), actions=actions)
+    return NodeLayout(stages=(), microbatches=range(0), actions=())
+
+
+def buckets_of(groups: Sequence[Group], plan: Plan) -> tuple[Bucket, ...]:
+    """Return the buckets in the one order in which every node sums them: last layers first, as backward ends.
+
+    A holder counts once, however many of a tied group's layers it has: it adds up its own contributions first.
+    """
+    holders = {group.name: _holders(group, plan) for group in groups}
+    by_holders: dict[tuple[NodeId, ...], list[Group]] = {}
+    for group in groups:
+        by_holders.setdefault(holders[group.name], []).append(group)
+    ordered = sorted(by_holders.items(), key=lambda item: (-item[1][0].layers[0], item[0]))
+    return tuple(Bucket(groups=tuple(group.name for group in members), holders=nodes) for nodes, members in ordered)
+
+
+def _holders(group: Group, plan: Plan) -> tuple[NodeId, ...]:
+    return tuple(sorted({node for layer in group.layers for node in plan.holders_of(layer)}))

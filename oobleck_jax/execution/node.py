@@ -1,0 +1,243 @@
+"""A node at work: what one worker does in a generation, step by step. Knows no messages and no other process.
+
+The order of calls is `prepare`, then for each step `compute` and, once the step counts, `commit`; `evaluate` after a
+commit. Until `commit`, nothing that a step does changes parameters or optimizer state, so that a step can be dropped
+at any moment and done again.
+
+Shapes: B microbatch, T sequence.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oobleck_jax.config import RunConfig
+from oobleck_jax.data import TokenDataset
+from oobleck_jax.execution.executor import Executor, Losses
+from oobleck_jax.execution.fabric import Fabric
+from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
+from oobleck_jax.execution.home import Home
+from oobleck_jax.execution.hop import hops_of
+from oobleck_jax.execution.layer_functions import LayerFunctions
+from oobleck_jax.execution.layout import Bucket, NodeLayout, buckets_of, groups_of, layout_of
+from oobleck_jax.execution.link import Link
+from oobleck_jax.execution.optimizer import clip_factor
+from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.span import SpanLibrary
+from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
+from oobleck_jax.execution.state import GroupState, StateBuilder
+from oobleck_jax.learning_rate import learning_rate
+from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """What a node must know of one generation."""
+
+    number: int
+    plan: Plan
+    node: NodeId  # this node
+    link_addresses: Mapping[NodeId, str]
+    ranks: Mapping[NodeId, int]  # in the fabric
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a node knows of a step before it counts.
+
+    Attributes:
+        loss_sum: loss summed over the tokens of its last stages, 0.0 where it has none.
+        num_tokens: tokens that `loss_sum` covers.
+        reports: of each group that the node holds.
+        seconds: compute, receive (waiting for other stages) and sum (of gradients, waiting included).
+    """
+
+    loss_sum: float
+    num_tokens: int
+    reports: tuple[SumReport, ...]
+    seconds: dict[str, float]
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.loss_sum)) and all(np.isfinite(item.squared_norm) for item in self.reports)
+
+
+class NodeTrainer:
+    """The tensors of one node, over all generations of a run.
+
+    Attributes:
+        home: its devices and programs.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        model: LayeredModel,
+        dataset: TokenDataset,
+        devices: Sequence[jax.Device],
+        link: Link,
+    ) -> None:
+        self.home = Home(devices)
+        self._config, self._model, self._dataset, self._link = config, model, dataset, link
+        self._functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+        self._library = SpanLibrary(self.home, self._functions)
+        self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
+        self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
+        self._stages: dict[int, StageRuntime] = {}
+        self._executor: Executor | None = None
+        self._sums: dict[str, np.ndarray] = {}
+
+    # -- a generation
+
+    def prepare(self, generation: Generation, *, progress: Callable[[str, int, int], None]) -> None:
+        """Lay out the node's stages: compile their programs and fill in the initial state.
+
+        Args:
+            progress: told (phase, done, total) as the work goes on.
+        """
+        self._generation = generation
+        self._buckets = buckets_of(groups_of(self._model), generation.plan)
+        layout = layout_of(self._model, generation.plan, generation.node)
+        self._stages = self._make_stages(layout)
+        calls = [
+            call
+            for stage in self._stages.values()
+            for call in stage.compilations(with_evaluation=self._config.eval_every > 0)
+        ]
+        for done, call in enumerate(calls):
+            progress("compile", done, len(calls))
+            call()
+        progress("compile", len(calls), len(calls))
+        names = sorted({name for stage in self._stages.values() for name in stage.groups})
+        states = {name: self._builder.initial(name, self._config.seed) for name in names}
+        for stage in self._stages.values():
+            stage.load(states)
+        before, after = hops_of(self._stages, generation.number, generation.node, generation.link_addresses, self._link)
+        self._executor = Executor(
+            config=self._config,
+            dataset=self._dataset,
+            layout=layout,
+            stages=self._stages,
+            hops_before=before,
+            hops_after=after,
+        )
+
+    def fabric_sums(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Return (ranks, length) of every sum that the nodes of the generation ask the fabric for, in one order."""
+        return tuple(
+            (self._ranks(bucket), sum(self._builder.sizes[name] for name in bucket.groups))
+            for bucket in self._buckets
+            if len(bucket.holders) > 1
+        )
+
+    # -- a step
+
+    def compute(self, step: int, *, fabric: Fabric | None, patience: Patience) -> StepResult:
+        """Run forward and backward of the node's share of a step, and sum gradients over the holders.
+
+        Changes nothing that lasts; the sums are kept for `commit`.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: the step cannot be finished.
+        """
+        assert self._executor is not None, "prepare comes first"
+        began_s = time.monotonic()
+        losses = self._executor.train(step, patience)
+        gradients: dict[str, np.ndarray] = {}
+        for stage in self._stages.values():
+            for name, row in stage.gradients().items():
+                gradients[name] = gradients[name] + row if name in gradients else row
+        computed_s = time.monotonic()
+        self._sums = sum_gradients(
+            gradients,
+            buckets=self._buckets,
+            node=self._generation.node,
+            ranks=self._generation.ranks,
+            fabric=fabric,
+            patience=patience,
+        )
+        summed_s = time.monotonic()
+        return StepResult(
+            loss_sum=losses.loss_sum,
+            num_tokens=losses.num_tokens,
+            reports=tuple(report(name, total) for name, total in sorted(self._sums.items())),
+            seconds={
+                "compute": computed_s - began_s - losses.received_s,
+                "receive": losses.received_s,
+                "sum": summed_s - computed_s,
+            },
+        )
+
+    def commit(self, step: int, global_norm: float) -> None:
+        """Update parameters and optimizer state with the sums of the step just computed."""
+        factor = clip_factor(self._config.optimizer, global_norm)
+        rate = learning_rate(self._config, step)
+        for stage in self._stages.values():
+            stage.update(self._sums, factor, rate)
+        self._sums = {}
+
+    def evaluate(self, step: int, patience: Patience) -> Losses:
+        """Return the loss of the evaluation batches, as far as the node's last stages computed it.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: a neighbour's data does not come.
+        """
+        assert self._executor is not None, "prepare comes first"
+        return self._executor.evaluate(step, patience)
+
+    # -- what tests and diagnosis look at
+
+    def states(self) -> dict[str, GroupState]:
+        """Return the state of every group that the node holds, as copies."""
+        states: dict[str, GroupState] = {}
+        for stage in self._stages.values():
+            states |= jax.tree.map(np.copy, stage.states())
+        return states
+
+    def summed_gradients(self) -> dict[str, np.ndarray]:
+        """Return the summed gradients of the step just computed, float32[P] by group."""
+        return dict(self._sums)
+
+    # -- helpers
+
+    def _ranks(self, bucket: Bucket) -> tuple[int, ...]:
+        return tuple(self._generation.ranks[holder] for holder in bucket.holders)
+
+    def _make_stages(self, layout: NodeLayout) -> dict[int, StageRuntime]:
+        shapes = self._activations()
+        return {
+            local.index: StageRuntime(
+                local,
+                model=self._model,
+                home=self.home,
+                library=self._library,
+                builder=self._builder,
+                microbatch=self._microbatch,
+                x_spec=shapes[local.stage.first_layer],
+                remat=self._config.remat,
+            )
+            for local in layout.stages
+        }
+
+    def _activations(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of each layer's input, one microbatch."""
+        shapes = [jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)]
+        known: dict[tuple[str, tuple[int, ...], str], jax.ShapeDtypeStruct] = {}
+        for layer in self._model.layers[:-1]:
+            x, functions = shapes[-1], self._functions[layer.kind]
+            key = (layer.kind, x.shape, str(x.dtype))
+            if key not in known:
+                known[key] = jax.eval_shape(
+                    lambda own, tied, x, functions=functions: functions.module(own, tied)(x, None),
+                    functions.own_shapes,
+                    functions.tied_shapes,
+                    x,
+                )
+            shapes.append(known[key])
+        return shapes

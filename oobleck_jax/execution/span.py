@@ -1,0 +1,302 @@
+"""Spans: consecutive layers of one kind in a stage, and the compiled programs that run them.
+
+A stage is a few spans: embedding, a run of n blocks, head. Each span has its own programs, keyed by what they depend on
+(kind, number of layers, devices, shapes), never by node or plan, so that the few programs of all templates together can
+be compiled before the first failure.
+
+- `forward(params, x, ...) -> y, residuals`; residuals never carry parameters (they are put back for `backward`).
+- `backward(params, x, residuals, dy, acc) -> acc, dx`; `acc` are the float32 sums of gradients, updated in place.
+- `loss_and_gradients(params, x, targets, scale, acc, ...) -> loss, acc, dx` of the last layer: one program.
+- `infer` and `infer_loss` are the same without gradients and randomness.
+
+Shapes: B microbatch, T sequence, N layers of the span, P parameters of a layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from oobleck_jax.config import Remat
+from oobleck_jax.execution.home import Home, StageDevices
+from oobleck_jax.execution.jaxlib_private import restore_residuals, strip_residuals
+from oobleck_jax.execution.layer_functions import (
+    LayerFunctions,
+    Params,
+    Randomness,
+    flatten_layers,
+    keys_of,
+)
+
+
+SpanParams: TypeAlias = tuple[Params, dict[str, Params]]
+"""(own parameters stacked `[N, ...]`, tied parameters by attribute stacked `[1, ...]`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanKey:
+    """What the programs of a span depend on."""
+
+    kind: str
+    num_layers: int
+    is_last: bool  # holds the model's last layer
+    x_shape: tuple[int, ...]
+    x_dtype: str
+    targets_shape: tuple[int, ...]
+    devices: tuple[int, ...]
+    remat: Remat
+    is_stochastic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Programs of a span, for the devices of a stage. A program is compiled when it is first asked for."""
+
+    key: SpanKey
+    functions: LayerFunctions
+    home: Home
+    devices: StageDevices
+    y_spec: jax.ShapeDtypeStruct = field(init=False)
+    is_scanned: bool = field(init=False)
+    _residual_structure: list[Any] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        scanned = not self.functions.tied_shapes and not self.key.is_last
+        own, tied = self.functions.own_shapes, self.functions.tied_shapes
+        call = (lambda own, tied, x: self.functions.module(own, tied)(x, None)) if not self.key.is_last else _no_output
+        y = jax.eval_shape(call, own, tied, self.x_spec)
+        scanned = scanned and (y.shape, y.dtype) == (self.x_spec.shape, self.x_spec.dtype)
+        assert scanned or self.key.num_layers == 1, (
+            f"{self.key.num_layers} layers of kind {self.key.kind} cannot be scanned"
+        )
+        object.__setattr__(self, "is_scanned", scanned)
+        object.__setattr__(self, "y_spec", self.devices.batch_spec(y.shape, y.dtype))
+
+    # -- shapes of arguments
+
+    @property
+    def x_spec(self) -> jax.ShapeDtypeStruct:
+        return self.devices.batch_spec(self.key.x_shape, self.key.x_dtype)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether the input is token ids, so that there is no gradient of it."""
+        return not jnp.issubdtype(self.key.x_dtype, jnp.floating)
+
+    @property
+    def params_specs(self) -> SpanParams:
+        stack = lambda tree, n: jax.tree.map(lambda s: jax.ShapeDtypeStruct((n, *s.shape), s.dtype), tree)  # noqa: E731
+        own = stack(self.functions.own_shapes, self.key.num_layers)
+        tied = {attribute: stack(tree, 1) for attribute, tree in self.functions.tied_shapes.items()}
+        return self.devices.parameter_specs((own, tied), num_stacked_dims=1)
+
+    @property
+    def accumulator_specs(self) -> SpanParams:
+        return jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=spec.sharding), self.params_specs
+        )
+
+    @property
+    def _random_specs(self) -> Any:
+        if not self.key.is_stochastic:
+            return None
+        return (
+            self.devices.replicated_spec((2,), jnp.uint32),
+            self.devices.batch_spec((self.key.x_shape[0],), jnp.uint32),
+        )
+
+    @property
+    def _layer_spec(self) -> jax.ShapeDtypeStruct:
+        return self.devices.replicated_spec((), jnp.int32)
+
+    @property
+    def _targets_spec(self) -> jax.ShapeDtypeStruct:
+        return self.devices.batch_spec(self.key.targets_shape, jnp.int32)
+
+    # -- programs
+
+    @cached_property
+    def forward(self) -> jax.stages.Compiled:
+        """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
+        specs = (self.params_specs, self.x_spec, self._random_specs, self._layer_spec)
+        shardings = None
+        if len(self.devices.devices) == 1:
+            shardings = jax.tree.map(lambda _: self.devices.replicated, jax.eval_shape(self._forward, *specs))
+        return self.home.compiled((self.key, "forward"), self._forward, specs, out_shardings=shardings)
+
+    @cached_property
+    def backward(self) -> jax.stages.Compiled:
+        """`(params, x, residuals, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
+        shapes = jax.eval_shape(self._forward, self.params_specs, self.x_spec, self._random_specs, self._layer_spec)[1]
+        residual_specs = [
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for shape, sharding in zip(shapes, self.forward.output_shardings[1], strict=True)
+        ]
+
+        def backward(params: SpanParams, x: Array, residuals: list[Array], dy: Array, acc: SpanParams) -> Any:
+            stripped = jax.tree.unflatten(self._residual_structure[0], residuals)
+            primals = (params,) if self.takes_tokens else (params, x)
+            gradients = restore_residuals(stripped, primals)(dy)
+            return _accumulate(acc, gradients[0]), None if self.takes_tokens else gradients[1]
+
+        specs = (self.params_specs, self.x_spec, residual_specs, self.y_spec, self.accumulator_specs)
+        return self.home.compiled(
+            (self.key, "backward"), backward, specs, donate=(4,), out_shardings=self._gradient_shardings
+        )
+
+    @cached_property
+    def loss_and_gradients(self) -> jax.stages.Compiled:
+        """`(params, x, targets, scale, acc, randomness, layer) -> loss, acc, dx`; `acc` is donated.
+
+        `loss` is the sum over the tokens of the microbatch; gradients are those of `scale * loss`.
+        """
+
+        def loss_and_gradients(
+            params: SpanParams,
+            x: Float[Array, "B ..."],
+            targets_BT: Int[Array, "B T"],
+            scale: Float[Array, ""],
+            acc: SpanParams,
+            randomness: Randomness | None,
+            layer: Int[Array, ""],
+        ) -> Any:
+            keys = keys_of(randomness, layer)
+            loss, vjp = jax.vjp(lambda params, x: self._module(params).loss(x, targets_BT, keys), params, x)
+            dparams, dx = vjp(scale)
+            return loss, _accumulate(acc, dparams), dx
+
+        scalar = self.devices.replicated_spec((), jnp.float32)
+        specs = (
+            self.params_specs,
+            self.x_spec,
+            self._targets_spec,
+            scalar,
+            self.accumulator_specs,
+            self._random_specs,
+            self._layer_spec,
+        )
+        shardings = (scalar.sharding, *self._gradient_shardings)
+        return self.home.compiled((self.key, "loss"), loss_and_gradients, specs, donate=(4,), out_shardings=shardings)
+
+    @cached_property
+    def infer(self) -> jax.stages.Compiled:
+        """`(params, x) -> y` without randomness."""
+        zero = jnp.int32(0)
+        return self.home.compiled(
+            (self.key, "infer"),
+            lambda params, x: self._apply(params, x, None, zero),
+            (self.params_specs, self.x_spec),
+            out_shardings=self.y_spec.sharding,
+        )
+
+    @cached_property
+    def infer_loss(self) -> jax.stages.Compiled:
+        """`(params, x, targets) -> loss`, the sum over the tokens, without randomness."""
+        return self.home.compiled(
+            (self.key, "infer_loss"),
+            lambda params, x, targets: self._module(params).loss(x, targets, None),
+            (self.params_specs, self.x_spec, self._targets_spec),
+            out_shardings=self.devices.replicated,
+        )
+
+    @cached_property
+    def zeros(self) -> jax.stages.Compiled:
+        """`() -> acc`, empty gradient sums."""
+        specs = self.accumulator_specs
+        return self.home.compiled(
+            (self.key, "zeros"),
+            lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs),
+            (),
+            out_shardings=jax.tree.map(lambda spec: spec.sharding, specs),
+        )
+
+    @cached_property
+    def flatten(self) -> jax.stages.Compiled:
+        """`(acc) -> (own[N, P], {attribute: [1, P]})`, gradient sums as rows of float32."""
+        return self.home.compiled(
+            (self.key, "flatten"),
+            lambda acc: (
+                flatten_layers(acc[0], self.key.num_layers),
+                {attribute: flatten_layers(tree, 1) for attribute, tree in acc[1].items()},
+            ),
+            (self.accumulator_specs,),
+            out_shardings=(
+                self.devices.replicated,
+                {attribute: self.devices.replicated for attribute in self.functions.tied_shapes},
+            ),
+        )
+
+    # -- mathematics
+
+    def _module(self, params: SpanParams) -> Any:
+        own, tied = jax.tree.map(lambda leaf: leaf[0], params)
+        return self.functions.module(own, tied)
+
+    def _apply(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Array:
+        if not self.is_scanned:
+            return self._module(params)(x, keys_of(randomness, first_layer))
+
+        def body(h: Array, own_and_layer: tuple[Params, Array]) -> tuple[Array, None]:
+            own, layer = own_and_layer
+            return self.functions.module(own, {})(h, keys_of(randomness, layer)), None
+
+        layers = first_layer + jnp.arange(self.key.num_layers, dtype=jnp.int32)
+        return jax.lax.scan(_rematerialised(body, self.key.remat), x, (params[0], layers))[0]
+
+    def _vjp(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Any:
+        if self.takes_tokens:
+            return jax.vjp(lambda params: self._apply(params, x, randomness, first_layer), params)
+        return jax.vjp(lambda params, x: self._apply(params, x, randomness, first_layer), params, x)
+
+    def _forward(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Any:
+        y, vjp = self._vjp(params, x, randomness, first_layer)
+        # The structure holds the traced backward pass; it stays here, so that programs exchange plain arrays.
+        residuals, self._residual_structure[:] = _flatten(strip_residuals(vjp))
+        return y, residuals
+
+    @property
+    def _gradient_shardings(self) -> Any:
+        acc = jax.tree.map(lambda spec: spec.sharding, self.accumulator_specs)
+        return acc, None if self.takes_tokens else self.x_spec.sharding
+
+
+class SpanLibrary:
+    """The spans made so far, each kept for the life of the home, so that nothing is traced or compiled twice."""
+
+    def __init__(self, home: Home, functions: Mapping[str, LayerFunctions]) -> None:
+        self._home, self._functions = home, functions
+        self._spans: dict[SpanKey, Span] = {}
+
+    def span(self, key: SpanKey, devices: StageDevices) -> Span:
+        """Return the span of a key; `devices` are those that the key names."""
+        if key not in self._spans:
+            functions = self._functions[key.kind]
+            self._spans[key] = Span(key=key, functions=functions, home=self._home, devices=devices)
+        return self._spans[key]
+
+
+def _flatten(tree: Any) -> tuple[list[Array], list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return leaves, [structure]
+
+
+def _no_output(own: Params, tied: Params, x: Array) -> Float[Array, ""]:
+    return jnp.zeros((), jnp.float32)
+
+
+def _accumulate(acc: SpanParams, gradients: SpanParams) -> SpanParams:
+    return jax.tree.map(lambda a, g: a + g.astype(a.dtype), acc, gradients)
+
+
+def _rematerialised(body: Any, remat: Remat) -> Any:
+    match remat:
+        case Remat.NONE:
+            return body
+        case Remat.DOTS:
+            return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        case Remat.LAYER:
+            return jax.checkpoint(body)

@@ -1,0 +1,231 @@
+"""One stage at work: forward and backward of a microbatch through its spans, and its gradient sums.
+
+Shapes: B microbatch, T sequence, N layers of a span, P parameters of a layer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oobleck_jax.config import Remat
+from oobleck_jax.execution.home import Home, StageDevices
+from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
+from oobleck_jax.execution.span import Span, SpanKey, SpanLibrary, SpanParams
+from oobleck_jax.execution.state import GroupState, ParameterRun, StateBuilder
+from oobleck_jax.model import LayeredModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchShape:
+    """Shapes of what a microbatch brings: `tokens int32[B, T]` and as many targets."""
+
+    num_samples: int
+    num_tokens: int  # per sample
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.num_samples, self.num_tokens)
+
+
+class StageRuntime:
+    """Programs, parameters and gradient sums of one stage.
+
+    Attributes:
+        local: what the stage is.
+        devices: the devices it runs on.
+        x_spec: its input; tokens on the first stage, else activations.
+        y_spec: its output; of no meaning on the last stage.
+        is_last: whether it computes the loss.
+    """
+
+    def __init__(
+        self,
+        local: LocalStage,
+        *,
+        model: LayeredModel,
+        home: Home,
+        library: SpanLibrary,
+        builder: StateBuilder,
+        microbatch: MicrobatchShape,
+        x_spec: jax.ShapeDtypeStruct,
+        remat: Remat,
+    ) -> None:
+        self.local = local
+        self.devices = StageDevices([home.devices[index] for index in local.stage.devices])
+        self.is_last = local.next is None
+        self._model, self._builder = model, builder
+        self._spans: list[tuple[LayerSpan, Span]] = []
+        spec = self.devices.batch_spec(x_spec.shape, x_spec.dtype)
+        self.x_spec = spec
+        for layer_span in local.spans:
+            key = SpanKey(
+                kind=layer_span.kind,
+                num_layers=len(layer_span.layers),
+                is_last=layer_span.end_layer == len(model.layers),
+                x_shape=spec.shape,
+                x_dtype=str(spec.dtype),
+                targets_shape=microbatch.shape,
+                devices=self.devices.key,
+                remat=remat,
+                is_stochastic=model.is_stochastic,
+            )
+            span = library.span(key, self.devices)
+            self._spans.append((layer_span, span))
+            spec = span.y_spec
+        self.y_spec = spec
+        self._runs: dict[tuple[str, ...], ParameterRun] = {}
+        self._accumulators: list[SpanParams] = []
+        self._saved: dict[int, list[tuple[Any, Any]]] = {}
+        self._layer_numbers = [self._put(np.int32(layer_span.first_layer)) for layer_span, _ in self._spans]
+
+    # -- preparation
+
+    @property
+    def run_names(self) -> tuple[tuple[str, ...], ...]:
+        """The runs of parameter groups of this stage: own groups of each span, then each tied group."""
+        own = [tuple(own_group(layer) for layer in layer_span.layers) for layer_span, _ in self._spans]
+        tied = [(name,) for layer_span, _ in self._spans for name in self._tied_names(layer_span).values()]
+        return tuple(dict.fromkeys(own + tied))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(name for names in self.run_names for name in names)
+
+    def compilations(self, *, with_evaluation: bool) -> list[Callable[[], Any]]:
+        """Return one call for each program of the stage; each compiles its program, or finds it compiled."""
+        calls: list[Callable[[], Any]] = []
+        for _, span in self._spans:
+            names = ["loss_and_gradients"] if span.key.is_last else ["forward", "backward"]
+            names += ["zeros", "flatten"]
+            if with_evaluation:
+                names.append("infer_loss" if span.key.is_last else "infer")
+            calls += [partial(getattr, span, name) for name in names]
+        calls += [partial(self._builder.compile_update, names, self.devices) for names in self.run_names]
+        return calls
+
+    def load(self, states: Mapping[str, GroupState]) -> None:
+        """Take the parameters and optimizer state of the stage's groups."""
+        self._runs = {names: self._builder.stack(names, states, self.devices) for names in self.run_names}
+
+    def states(self) -> dict[str, GroupState]:
+        """Return the states of the stage's groups, as numpy arrays that the next update invalidates."""
+        states: dict[str, GroupState] = {}
+        for run in self._runs.values():
+            states |= self._builder.unstack(run)
+        return states
+
+    # -- a step
+
+    def begin_step(self) -> None:
+        """Empty the gradient sums and forget microbatches of an abandoned step."""
+        self._saved.clear()
+        self._accumulators = [span.zeros() for _, span in self._spans]
+
+    def forward(self, microbatch: int, x: jax.Array, randomness: Any) -> jax.Array:
+        """Run a microbatch forward; not for the last stage, whose forward is part of `loss_and_backward`."""
+        saved: list[tuple[Any, Any]] = []
+        for number, (_, span) in enumerate(self._spans):
+            x = self._forward_span(number, span, x, randomness, saved)
+        self._saved[microbatch] = saved
+        return x
+
+    def backward(self, microbatch: int, dy: jax.Array) -> jax.Array | None:
+        """Run a microbatch backward; returns the gradient of its input, None on the first stage."""
+        return self._backward_spans(self._saved.pop(microbatch), dy)
+
+    def loss_and_backward(
+        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Run a microbatch forward and backward on the last stage.
+
+        Returns:
+            The loss summed over the microbatch's tokens, and the gradient of the input (None on the first stage).
+        """
+        saved: list[tuple[Any, Any]] = []
+        for number, (_, span) in enumerate(self._spans[:-1]):
+            x = self._forward_span(number, span, x, randomness, saved)
+        span = self._spans[-1][1]
+        loss, self._accumulators[-1], dx = span.loss_and_gradients(
+            self._params(-1),
+            x,
+            self.put_batch(targets),
+            self._put(np.float32(scale)),
+            self._accumulators[-1],
+            randomness,
+            self._layer_numbers[-1],
+        )
+        return loss, self._backward_spans(saved, dx)
+
+    def infer(self, x: jax.Array) -> jax.Array:
+        """Run a microbatch forward without gradients; not for the last stage."""
+        for number, (_, span) in enumerate(self._spans):
+            x = span.infer(self._params(number), x)
+        return x
+
+    def infer_loss(self, x: jax.Array, targets: np.ndarray) -> jax.Array:
+        """Return the loss summed over a microbatch's tokens, without gradients; for the last stage."""
+        for number, (_, span) in enumerate(self._spans[:-1]):
+            x = span.infer(self._params(number), x)
+        return self._spans[-1][1].infer_loss(self._params(-1), x, self.put_batch(targets))
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Return the gradient sums by group, float32[P] each; a tied group's contributions are added up."""
+        rows: dict[str, np.ndarray] = {}
+        for (layer_span, span), accumulator in zip(self._spans, self._accumulators, strict=True):
+            own_NP, tied = span.flatten(accumulator)
+            own_NP = np.asarray(own_NP)
+            for index, layer in enumerate(layer_span.layers):
+                rows[own_group(layer)] = own_NP[index]
+            for attribute, name in self._tied_names(layer_span).items():
+                row = np.asarray(tied[attribute])[0]
+                rows[name] = rows[name] + row if name in rows else row
+        self._accumulators = []
+        return rows
+
+    def update(self, gradients: Mapping[str, np.ndarray], clip_factor: float, learning_rate: float) -> None:
+        """Apply one optimizer step to all groups of the stage."""
+        for names, run in self._runs.items():
+            gradient_NP = np.stack([gradients[name] for name in names])
+            self._runs[names] = self._builder.update(run, gradient_NP, clip_factor, learning_rate, self.devices)
+
+    def put_batch(self, array: np.ndarray) -> jax.Array:
+        """Put an array whose first dim is the microbatch onto the stage's devices."""
+        return jax.device_put(array, self.devices.of_batch(array.shape))
+
+    def randomness(self, seed: int, step: int, samples_B: np.ndarray) -> Any:
+        """Return what the stage's random numbers of a microbatch depend on, or None if nothing is random."""
+        if not self._model.is_stochastic:
+            return None
+        return self._put(np.array([seed % 2**32, step], np.uint32)), self.put_batch(samples_B.astype(np.uint32))
+
+    # -- helpers
+
+    def _forward_span(self, number: int, span: Span, x: jax.Array, randomness: Any, saved: list[Any]) -> jax.Array:
+        y, residuals = span.forward(self._params(number), x, randomness, self._layer_numbers[number])
+        saved.append((x, residuals))
+        return y
+
+    def _backward_spans(self, saved: Sequence[tuple[Any, Any]], dy: jax.Array | None) -> jax.Array | None:
+        for number in reversed(range(len(saved))):
+            x, residuals = saved[number]
+            backward = self._spans[number][1].backward
+            self._accumulators[number], dy = backward(
+                self._params(number), x, residuals, dy, self._accumulators[number]
+            )
+        return dy
+
+    def _params(self, number: int) -> SpanParams:
+        layer_span, _ = self._spans[number]
+        own = self._runs[tuple(own_group(layer) for layer in layer_span.layers)].params
+        return own, {attribute: self._runs[(name,)].params for attribute, name in self._tied_names(layer_span).items()}
+
+    def _tied_names(self, layer_span: LayerSpan) -> dict[str, str]:
+        return dict(self._model.layers[layer_span.first_layer].tied)
+
+    def _put(self, value: Any) -> jax.Array:
+        return jax.device_put(jnp.asarray(value), self.devices.replicated)

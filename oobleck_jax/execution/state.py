@@ -1,0 +1,149 @@
+"""Parameters and optimizer state: by group where they are kept or moved, stacked by run where they are used.
+
+A group's state is a function of (seed, layer) at the start, and never depends on the partition. On a stage, groups of
+equal structure that are used together are stacked into one `ParameterRun`, so that one program updates them all.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oobleck_jax.config import OptimizerConfig
+from oobleck_jax.execution.home import Home, StageDevices
+from oobleck_jax.execution.layer_functions import LayerFunctions, Params, num_elements
+from oobleck_jax.execution.layout import Group
+from oobleck_jax.execution.optimizer import init_optimizer, update_groups
+from oobleck_jax.model import LayeredModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupState:
+    """Parameters and optimizer state of one group, as numpy arrays; read only."""
+
+    params: Params
+    optimizer_state: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterRun:
+    """Groups of equal structure on the devices of one stage, every leaf stacked `[len(groups), ...]`."""
+
+    groups: tuple[str, ...]
+    params: Params
+    optimizer_state: Any
+
+
+class StateBuilder:
+    """Makes, stacks, updates and unstacks the states of a model's groups.
+
+    Attributes:
+        sizes: number of parameters of each group.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        functions: Mapping[str, LayerFunctions],
+        groups: Sequence[Group],
+        optimizer: OptimizerConfig,
+        home: Home,
+    ) -> None:
+        self._model, self._functions, self._optimizer, self._home = model, functions, optimizer, home
+        self._updates: dict[Hashable, jax.stages.Compiled] = {}
+        self._groups = {group.name: group for group in groups}
+        self.sizes = {group.name: num_elements(self.shapes(group.name)) for group in groups}
+
+    def shapes(self, name: str) -> Params:
+        """Return the shapes of one group's parameters."""
+        group = self._groups[name]
+        functions = self._functions[self._model.layers[group.layers[0]].kind]
+        return functions.own_shapes if group.attribute is None else functions.tied_shapes[group.attribute]
+
+    def initial(self, name: str, seed: int) -> GroupState:
+        """Return the state of a group before the first step."""
+        group = self._groups[name]
+        layer = group.layers[0]
+        kind = self._model.layers[layer].kind
+        scalar = StageDevices(self._home.devices[:1]).replicated_spec((), jnp.uint32)
+        init = self._home.compiled(("init", kind), self._functions[kind].init, (scalar, scalar))
+        own, tied = init(np.uint32(seed % 2**32), np.uint32(layer))
+        params = own if group.attribute is None else tied[group.attribute]
+        specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), params)
+        # AdamW starts from zeros: the shapes are enough, and no program is needed.
+        state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), specs)
+        return GroupState(
+            params=jax.tree.map(np.asarray, params),
+            optimizer_state=jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), state),
+        )
+
+    def stack(self, names: Sequence[str], states: Mapping[str, GroupState], devices: StageDevices) -> ParameterRun:
+        """Put the states of several groups onto the devices of a stage, as one run."""
+
+        def put(*leaves: np.ndarray) -> jax.Array:
+            stacked = np.stack(leaves)
+            return jax.device_put(stacked, devices.of_parameter(stacked.shape, num_stacked_dims=1))
+
+        return ParameterRun(
+            groups=tuple(names),
+            params=jax.tree.map(put, *[states[name].params for name in names]),
+            optimizer_state=jax.tree.map(put, *[states[name].optimizer_state for name in names]),
+        )
+
+    def unstack(self, run: ParameterRun) -> dict[str, GroupState]:
+        """Return the states of the groups of a run as numpy arrays."""
+        params, optimizer_state = jax.tree.map(np.asarray, (run.params, run.optimizer_state))
+        return {
+            name: GroupState(
+                params=jax.tree.map(lambda leaf, i=index: leaf[i], params),
+                optimizer_state=jax.tree.map(lambda leaf, i=index: leaf[i], optimizer_state),
+            )
+            for index, name in enumerate(run.groups)
+        }
+
+    def compile_update(self, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
+        """`(params, optimizer_state, gradient[N, P], clip_factor, learning_rate) -> params, optimizer_state`.
+
+        All but the factors are donated.
+        """
+        count, shapes = len(names), self.shapes(names[0])
+        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes))
+        key = ("update", str(jax.tree.structure(shapes)), leaves, count, devices.key, self._optimizer)
+        if key not in self._updates:
+            self._updates[key] = self._compile_update(key, names, devices)
+        return self._updates[key]
+
+    def _compile_update(self, key: Hashable, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
+        count = len(names)
+        params = jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), self.shapes(names[0]))
+        state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), params)
+        params, state = devices.parameter_specs((params, state), num_stacked_dims=1)
+        gradient = devices.replicated_spec((count, self.sizes[names[0]]), jnp.float32)
+        scalar = devices.replicated_spec((), jnp.float32)
+        return self._home.compiled(
+            key,
+            lambda params, state, gradient, factor, rate: update_groups(
+                self._optimizer, params, state, gradient, factor, rate
+            ),
+            (params, state, gradient, scalar, scalar),
+            donate=(0, 1),
+            out_shardings=jax.tree.map(lambda spec: spec.sharding, (params, state)),
+        )
+
+    def update(
+        self,
+        run: ParameterRun,
+        gradient_NP: np.ndarray,
+        clip_factor: float,
+        learning_rate: float,
+        devices: StageDevices,
+    ) -> ParameterRun:
+        """Return the run after one optimizer step; the run given must not be used again."""
+        program = self.compile_update(run.groups, devices)
+        gradient = jax.device_put(gradient_NP, devices.replicated)
+        factors = [jax.device_put(np.float32(value), devices.replicated) for value in (clip_factor, learning_rate)]
+        params, optimizer_state = program(run.params, run.optimizer_state, gradient, *factors)
+        return replace(run, params=params, optimizer_state=optimizer_state)

@@ -1,0 +1,294 @@
+"""The worker: one process per node that owns its devices, and does what the coordinator's messages say.
+
+It joins the two halves of the package: messages and generations from `elastic`, tensors from `execution`. Two threads
+matter: this one, and the one of `control` that reads messages while this one computes. The process ends when its agent
+closes the control channel, so it waits for nothing without an end.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from models.presets import config_from_json
+from oobleck_jax.config import RunConfig
+from oobleck_jax.control import Control, SocketControl, receive_or_abandon
+from oobleck_jax.data import TokenDataset
+from oobleck_jax.elastic.messages import (
+    Abandon,
+    Begin,
+    Commit,
+    Evaluated,
+    Failed,
+    GroupReport,
+    Prepared,
+    Progress,
+    Run,
+    Stop,
+    Vote,
+    Waiting,
+    Welcome,
+    WorkerReady,
+)
+from oobleck_jax.errors import Abandoned, PeerLost, Stalled
+from oobleck_jax.execution.fabric import Fabric, GlooFabric
+from oobleck_jax.execution.link import Link, TransferLink
+from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
+from oobleck_jax.execution.patience import Patience
+from oobleck_jax.planning.plan import NodeId
+
+
+logger = logging.getLogger(__name__)
+
+ConnectFabric = Callable[[Begin, int], Fabric]
+"""Makes the fabric of a generation, given the rank of this node in it."""
+
+WAIT_LIMIT_S = 600.0  # the coordinator finds a stuck node much earlier; this only ends what it cannot see
+
+
+class _Stopped(Exception):
+    """A `Stop` came in the middle of a step."""
+
+
+class Worker:
+    """Serves one node until the run is over."""
+
+    def __init__(
+        self, *, node: NodeId, config: RunConfig, trainer: NodeTrainer, control: Control, connect_fabric: ConnectFabric
+    ) -> None:
+        self._node, self._config, self._trainer, self._control = node, config, trainer, control
+        self._connect_fabric = connect_fabric
+        self._fabric: Fabric | None = None
+        self._begin: Begin | None = None
+
+    def serve(self) -> str:
+        """Do what the messages say until `Stop`; return its reason."""
+        while True:
+            message = self._control.receive()
+            try:
+                match message:
+                    case Begin():
+                        self._prepare(message)
+                    case Run() if self._begin and message.generation == self._begin.generation:
+                        self._run(message.step)
+                    case Abandon():
+                        self._drop_fabric()
+                    case Stop():
+                        return message.reason
+                    case _:
+                        logger.info("ignored %s: it belongs to no generation at work", message)
+            except Abandoned:
+                self._drop_fabric()
+            except _Stopped as stopped:
+                return str(stopped)
+            except (PeerLost, Stalled) as error:
+                # The coordinator decides what follows; Abandon or Stop comes next.
+                generation = self._begin.generation if self._begin else 0
+                self._control.send(failure(self._node, generation, error, blames=_as_node(error.node)))
+
+    # -- a generation
+
+    def _prepare(self, begin: Begin) -> None:
+        self._drop_fabric()
+        _pin(next(member.cores for member in begin.members if member.node == self._node))
+        began_s = time.monotonic()
+        self._begin = begin
+        ranks = {member.node: rank for rank, member in enumerate(begin.members)}
+        generation = Generation(
+            number=begin.generation,
+            plan=begin.plan,
+            node=self._node,
+            link_addresses={member.node: member.link_address for member in begin.members},
+            ranks=ranks,
+        )
+        self._trainer.prepare(generation, progress=self._progress)
+        prepared_s = time.monotonic()
+        sums = self._trainer.fabric_sums()
+        if sums:
+            self._fabric = self._connect_fabric(begin, ranks[self._node])
+            self._fabric.warm(sums, limit_s=WAIT_LIMIT_S, abandoned=self._control.abandoned)
+            self._fabric.detach()
+        self._control.send(
+            Prepared(
+                node=self._node,
+                generation=begin.generation,
+                num_compilations=self._trainer.home.num_compilations,
+                seconds={"compile": prepared_s - began_s, "fabric": time.monotonic() - prepared_s},
+            )
+        )
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        if self._control.abandoned.is_set():
+            raise Abandoned(f"during {phase}")
+        generation = self._begin.generation if self._begin else 0
+        self._control.send(Progress(node=self._node, generation=generation, phase=phase, done=done, total=total))
+
+    def _drop_fabric(self) -> None:
+        if self._fabric is not None:
+            self._fabric.close()
+        self._fabric = self._begin = None
+
+    # -- steps
+
+    def _run(self, first_step: int) -> None:
+        assert self._begin is not None
+        if self._begin.evaluate_first:
+            self._evaluate(first_step - 1)
+        for step in range(first_step, self._config.steps):
+            result = self._trainer.compute(step, fabric=self._fabric, patience=self._patience(step))
+            self._control.send(self._vote(step, result))
+            self._trainer.commit(step, self._await_commit(step).global_norm)
+            if self._config.evaluates_after(step):
+                self._evaluate(step)
+
+    def _vote(self, step: int, result: StepResult) -> Vote:
+        assert self._begin is not None
+        return Vote(
+            node=self._node,
+            generation=self._begin.generation,
+            step=step,
+            loss_sum=result.loss_sum,
+            num_tokens=result.num_tokens,
+            is_finite=result.is_finite,
+            groups=tuple(
+                GroupReport(group=item.group, squared_norm=item.squared_norm, checksum=item.checksum)
+                for item in result.reports
+            ),
+            seconds=result.seconds,
+        )
+
+    def _await_commit(self, step: int) -> Commit:
+        while True:
+            message = receive_or_abandon(self._control)
+            match message:
+                case Commit() if message.step == step:
+                    return message
+                case Stop():
+                    raise _Stopped(message.reason)
+                case _:
+                    logger.info("ignored %s while waiting for the commit of step %d", message, step)
+
+    def _evaluate(self, step: int) -> None:
+        assert self._begin is not None
+        losses = self._trainer.evaluate(step, self._patience(step))
+        if losses.num_tokens:
+            self._control.send(
+                Evaluated(
+                    node=self._node,
+                    generation=self._begin.generation,
+                    step=step,
+                    loss_sum=losses.loss_sum,
+                    num_tokens=losses.num_tokens,
+                )
+            )
+
+    def _patience(self, step: int) -> Patience:
+        assert self._begin is not None
+        generation = self._begin.generation
+
+        def tell(node: NodeId) -> None:
+            self._control.send(Waiting(node=self._node, generation=generation, step=step, waits_for=node))
+
+        return Patience(abandoned=self._control.abandoned, limit_s=WAIT_LIMIT_S, on_waiting=tell)
+
+
+def failure(node: NodeId, generation: int, error: BaseException, blames: NodeId | None = None) -> Failed:
+    """Return the message that tells of an error of this worker; `blames` is the node that it waited for."""
+    return Failed(
+        node=node,
+        generation=generation,
+        error=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback="".join(traceback.format_exception(error)),
+        blames=blames,
+    )
+
+
+def main() -> None:
+    """Run the worker process: `python -m oobleck_jax.worker --control-fd N`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--control-fd", type=int, required=True, help="inherited socket whose other end the agent has")
+    parser.add_argument("--host", default="127.0.0.1", help="address of this host under which other nodes reach it")
+    parser.add_argument("--incarnation", type=int, default=0, help="how often this node's worker was started before")
+    parser.add_argument("--compilation-cache", type=Path, help="folder of compiled programs that all nodes share")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    control = SocketControl(socket.socket(fileno=arguments.control_fd))
+    welcome = control.receive()
+    if not isinstance(welcome, Welcome):
+        return
+    _set_up_jax(arguments.compilation_cache)
+    try:
+        worker = _make_worker(welcome, control, arguments.host, arguments.incarnation)
+        logger.info("over: %s", worker.serve())
+    except Exception as error:
+        logger.exception("this worker cannot go on")
+        control.send(failure(welcome.node, 0, error))
+        _exit(1)
+    _exit(0)
+
+
+def _make_worker(welcome: Welcome, control: SocketControl, host: str, incarnation: int) -> Worker:
+    _, config = config_from_json(welcome.config_json)
+    devices = jax.local_devices()[: config.devices_per_node]
+    link = TransferLink(devices[0], host)
+    trainer = NodeTrainer(
+        config=config, model=config.model.build(), dataset=TokenDataset.open(config), devices=devices, link=link
+    )
+    control.send(
+        WorkerReady(
+            node=welcome.node,
+            incarnation=incarnation,
+            link_address=link.address,
+            num_devices=len(devices),
+            device_kind=devices[0].device_kind,
+            peak_memory_bytes=0,
+        )
+    )
+
+    def connect(begin: Begin, rank: int) -> Fabric:
+        return GlooFabric.connect(
+            begin.fabric_address, rank=rank, num_nodes=len(begin.members), hostname=host, limit_s=WAIT_LIMIT_S
+        )
+
+    return Worker(node=welcome.node, config=config, trainer=trainer, control=control, connect_fabric=connect)
+
+
+def _set_up_jax(compilation_cache: Path | None) -> None:
+    if compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(compilation_cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    """Let every thread of this process run on these cores only; empty: leave them where they are."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:
+            pass  # the thread has just ended
+
+
+def _as_node(number: int | None) -> NodeId | None:
+    return None if number is None else NodeId(number)
+
+
+def _exit(code: int) -> None:
+    """End the process at once: threads of an abandoned fabric may hang in a collective for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
