@@ -138,9 +138,13 @@ class Link(Protocol):
 class TransferLink:
     """A `Link` over TCP, on the home runtime of this process."""
 
-    def __init__(self, *, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of `host`, an address of this machine that the other nodes reach."""
-        self._device = jax.local_devices()[0]
+    def __init__(self, device: jax.Device, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of `host`, an address of this machine that the other nodes reach.
+
+        Args:
+            device: any device of the home runtime; arrays on all of them can be offered and pulled.
+        """
+        self._device = device
         self._server: Any = start_transfer_server(
             self._device.client, address=f"{host}:0", transport_addresses=[f"{host}:0"]
         )
