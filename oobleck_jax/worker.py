@@ -39,6 +39,7 @@ from oobleck_jax.elastic.messages import (
 )
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled
 from oobleck_jax.execution.fabric import Fabric, GlooFabric
+from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.link import Link, TransferLink
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
@@ -237,9 +238,9 @@ def main() -> None:
 def _make_worker(welcome: Welcome, control: SocketControl, host: str, incarnation: int) -> Worker:
     _, config = config_from_json(welcome.config_json)
     devices = jax.local_devices()[: config.devices_per_node]
-    link = TransferLink(devices[0], host)
+    link = TransferLink(host=host)
     trainer = NodeTrainer(
-        config=config, model=config.model.build(), dataset=TokenDataset.open(config), devices=devices, link=link
+        config=config, model=config.model.build(), dataset=TokenDataset.open(config), home=Home(devices), link=link
     )
     control.send(
         WorkerReady(

@@ -16,8 +16,9 @@ from jaxtyping import Int
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
-from oobleck_jax.execution.hop import Hop, Payload
+from oobleck_jax.execution.hop import Hop
 from oobleck_jax.execution.layout import NodeLayout
+from oobleck_jax.execution.link import Payload
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.stage_runtime import StageRuntime
 from oobleck_jax.planning.schedule import Action, Phase
@@ -81,7 +82,7 @@ class Executor:
                 self._send_back(step, action, dx)
             else:
                 y = stage.forward(action.microbatch, x, randomness)
-                self._after[action.stage].send(Payload.ACTIVATION, step, action.microbatch, y)
+                self._after[action.stage].send(Payload.ACTIVATION, step, self._item(action), y)
         return self._total(losses)
 
     def evaluate(self, step: int, patience: Patience) -> Losses:
@@ -97,7 +98,7 @@ class Executor:
             indices = self._dataset.eval_indices(batch)
             for microbatch in range(num_microbatches):
                 tokens_BT = self._dataset.eval_tokens(indices[self._rows(microbatch)])
-                number = batch * num_microbatches + microbatch
+                number = batch * self._config.num_microbatches + self._layout.microbatches[microbatch]
                 for index, stage in self._stages.items():
                     if index in self._before:
                         self._before[index].ask(Payload.EVALUATION, step, number)
@@ -117,6 +118,10 @@ class Executor:
         first = self._layout.microbatches[microbatch] * self._config.microbatch_size
         return slice(first, first + self._config.microbatch_size)
 
+    def _item(self, action: Action) -> int:
+        """Return the number of an action's microbatch over all pipelines."""
+        return self._layout.microbatches[action.microbatch]
+
     def _inputs(
         self, step: int, action: Action, tokens_BT: Int[np.ndarray, "B T"], patience: Patience
     ) -> tuple[jax.Array, np.ndarray]:
@@ -128,25 +133,25 @@ class Executor:
 
     def _ask(self, step: int, action: Action) -> None:
         if action.phase is Phase.FORWARD and action.stage in self._before:
-            self._before[action.stage].ask(Payload.ACTIVATION, step, action.microbatch)
+            self._before[action.stage].ask(Payload.ACTIVATION, step, self._item(action))
         if action.phase is Phase.BACKWARD and action.stage in self._after:
-            self._after[action.stage].ask(Payload.GRADIENT, step, action.microbatch)
+            self._after[action.stage].ask(Payload.GRADIENT, step, self._item(action))
 
     def _receive(
         self, hops: Mapping[int, Hop], payload: Payload, step: int, action: Action, patience: Patience
     ) -> jax.Array:
-        return self._wait(hops[action.stage], payload, step, action.microbatch, patience)
+        return self._wait(hops[action.stage], payload, step, self._item(action), patience)
 
-    def _wait(self, hop: Hop, payload: Payload, step: int, microbatch: int, patience: Patience) -> jax.Array:
+    def _wait(self, hop: Hop, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         began_s = time.monotonic()
-        array = hop.receive(payload, step, microbatch, patience)
+        array = hop.receive(payload, step, item, patience)
         self._received_s += time.monotonic() - began_s
         return array
 
     def _send_back(self, step: int, action: Action, dx: jax.Array | None) -> None:
         if action.stage in self._before:
             assert dx is not None, f"stage {action.stage} has a stage before it but no gradient of its input"
-            self._before[action.stage].send(Payload.GRADIENT, step, action.microbatch, dx)
+            self._before[action.stage].send(Payload.GRADIENT, step, self._item(action), dx)
 
     def _total(self, losses: list[jax.Array]) -> Losses:
         return Losses(

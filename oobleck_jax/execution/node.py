@@ -8,7 +8,7 @@ Shapes: B microbatch, T sequence.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -181,6 +181,7 @@ class NodeTrainer:
         for stage in self._stages.values():
             stage.update(self._sums, factor, rate)
         self._sums = {}
+        self._link.settle()
 
     def evaluate(self, step: int, patience: Patience) -> Losses:
         """Return the loss of the evaluation batches, as far as the node's last stages computed it.

@@ -1,0 +1,179 @@
+"""The trainer's mathematics: gradients of any plan against `jax.grad` of the whole model (T1), equal holders (T3)."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.presets import load_preset
+from oobleck_jax.config import Remat, RunConfig
+from oobleck_jax.data import TokenDataset
+from oobleck_jax.execution.layer_functions import LayerFunctions, keys_of
+from oobleck_jax.execution.layout import groups_of, own_group
+from oobleck_jax.execution.state import StateBuilder
+from tests.execution.thread_cluster import flat, plan_of, run_cluster, shared_home
+
+
+TOY = f"{Path(__file__).parents[1] / 'models' / 'toy_model.py'}:toy"
+
+
+def config_of(**changes) -> RunConfig:
+    config = load_preset("gpt-test")
+    model = {name: changes.pop(name) for name in ("dropout_rate", "tie_embeddings") if name in changes}
+    return replace(config, model=replace(config.model, **model), **changes)
+
+
+def reference_gradients(config: RunConfig, plan, step: int) -> dict[str, np.ndarray]:
+    """Return `jax.grad` of the whole model's loss, microbatch by microbatch, added up as the plan splits them."""
+    model, dataset = config.model.build(), TokenDataset.open(config)
+    gradient = _whole_gradient(config)
+    builder = StateBuilder(
+        model,
+        {layer.kind: LayerFunctions(layer) for layer in model.layers},
+        groups_of(model),
+        config.optimizer,
+        shared_home(1),
+    )
+    params = {name: builder.initial(name, config.seed).params for name in builder.sizes}
+    # Each use of a tied parameter is a variable of its own, so that their gradients are added up last.
+    uses = [(name, layer) for name in builder.sizes for layer in _layers_of(model, name)]
+    variables = {use: params[use[0]] for use in uses}
+    indices = dataset.sample_indices(step)
+    by_pipeline = []
+    for number in range(len(plan.pipelines)):
+        total = jax.tree.map(np.zeros_like, variables)
+        for microbatch in plan.microbatches_of(number):
+            samples = indices[microbatch * config.microbatch_size :][: config.microbatch_size]
+            one = gradient(variables, dataset.tokens(samples), np.uint32(step), samples.astype(np.uint32))
+            total = jax.tree.map(lambda a, g: a + np.asarray(g), total, one)
+        summed: dict[str, np.ndarray] = {}
+        for name, layer in uses:
+            summed[name] = summed[name] + flat(total[name, layer]) if name in summed else flat(total[name, layer])
+        by_pipeline.append(summed)
+    return {name: sum(summed[name] for summed in by_pipeline[1:]) + by_pipeline[0][name] for name in builder.sizes}
+
+
+def _layers_of(model, name: str) -> tuple[int, ...]:
+    return next(group.layers for group in groups_of(model) if group.name == name)
+
+
+@functools.cache
+def _whole_gradient(config: RunConfig):
+    model = config.model.build()
+    functions = [LayerFunctions(layer) for layer in model.layers]
+
+    def loss(variables, tokens_BT, step, samples_B):
+        randomness = (jnp.array([config.seed, 0], jnp.uint32).at[1].set(step), samples_B)
+        x = tokens_BT[:, :-1]
+        for number, (layer, function) in enumerate(zip(model.layers, functions, strict=True)):
+            tied = {attribute: variables[name, number] for attribute, name in layer.tied}
+            module = function.module(variables[own_group(number), number], tied)
+            keys = keys_of(randomness, jnp.int32(number)) if model.is_stochastic else None
+            if number + 1 == len(functions):
+                return module.loss(x, tokens_BT[:, 1:], keys) / config.tokens_per_step
+            x = module(x, keys)
+        raise AssertionError
+
+    return jax.jit(jax.grad(loss))
+
+
+def relative_error(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    difference = np.sqrt(sum(np.sum((actual[name] - expected[name]) ** 2) for name in expected))
+    return float(difference / np.sqrt(sum(np.sum(expected[name] ** 2) for name in expected)))
+
+
+def merged(gradients) -> dict[str, np.ndarray]:
+    """Return the gradient of every group, after checking that all holders have the same bits."""
+    result: dict[str, np.ndarray] = {}
+    for held in gradients.values():
+        for name, value in held.items():
+            if name in result:
+                np.testing.assert_array_equal(result[name], value)
+            result[name] = value
+    return result
+
+
+PLANS = {
+    "1 stage": plan_of(([6], 8)),
+    "2 stages": plan_of(([3, 3], 8)),
+    "3 stages": plan_of(([1, 3, 2], 8)),
+    "2+1 stages": plan_of(([4, 2], 4), ([6], 4)),
+    "3+2+1 stages": plan_of(([2, 2, 2], 3), ([3, 3], 3), ([6], 2)),
+    "fewer microbatches than stages": plan_of(([2, 1, 1, 2], 2), ([6], 6)),
+    "uneven split": plan_of(([3, 3], 5), ([2, 4], 3)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+def test_gradients_equal_single_device_T1(plan):
+    config = config_of()
+    gradients = merged(run_cluster(config, plan, steps=1).gradients)
+    expected = reference_gradients(config, plan, 0)
+    assert relative_error(gradients, expected) < 1e-6
+    if len(plan.pipelines) == 1:
+        for name, value in expected.items():
+            np.testing.assert_array_equal(gradients[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dropout_rate": 0.2}, {"tie_embeddings": False}, {"remat": Remat.NONE}, {"remat": Remat.DOTS}],
+    ids=lambda changes: next(iter(changes)) + "=" + str(next(iter(changes.values()))),
+)
+def test_gradients_equal_single_device_with_options_T1(changes):
+    config = config_of(**changes)
+    for plan in (PLANS["2 stages"], PLANS["2+1 stages"]):
+        gradients = merged(run_cluster(config, plan, steps=1).gradients)
+        assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+
+
+def test_gradients_of_another_model_equal_single_device_T1():
+    config = load_preset(TOY)
+    num_layers, num_microbatches = config.model.num_layers, config.num_microbatches
+    plan = plan_of(([1, num_layers - 1], num_microbatches - 1), ([num_layers], 1))
+    gradients = merged(run_cluster(config, plan, steps=1).gradients)
+    assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+
+
+def test_gradients_equal_with_several_devices_a_node_T1():
+    config = config_of(devices_per_node=2, microbatch_size=2)
+    for plan in (plan_of(([6], 4), devices=2), plan_of(([3, 3], 2), ([6], 2), devices=2)):
+        gradients = merged(run_cluster(config, plan, steps=1).gradients)
+        assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+
+
+def test_gradients_are_bitwise_equal_for_every_cut_T1():
+    config = config_of(dropout_rate=0.1)
+    cuts = ([6], [1, 5], [2, 4], [3, 2, 1], [1, 1, 1, 1, 1, 1])
+    runs = [merged(run_cluster(config, plan_of((cut, 4), ([4, 2], 4)), steps=1).gradients) for cut in cuts]
+    for run in runs[1:]:
+        for name, value in runs[0].items():
+            np.testing.assert_array_equal(run[name], value, err_msg=name)
+
+
+def test_different_plans_have_the_same_losses_T2():
+    config = config_of()
+    one = run_cluster(config, plan_of(([3, 3], 8)), steps=8, evaluate=True)
+    other = run_cluster(config, plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=8, evaluate=True)
+    np.testing.assert_allclose(other.losses, one.losses, rtol=1e-6)
+    assert other.eval_loss == pytest.approx(one.eval_loss, rel=1e-6)
+    assert one.losses[-1] < one.losses[0]
+
+
+def test_all_holders_of_a_layer_are_equal_after_20_steps_T3():
+    run = run_cluster(config_of(steps=20), plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=20)
+    holders: dict[str, list] = {}
+    for states in run.states.values():
+        for name, state in states.items():
+            holders.setdefault(name, []).append(state)
+    assert {name: len(found) for name, found in holders.items()} == {
+        **{own_group(layer): 3 for layer in range(6)},
+        "wte": 5,  # first and last stage of two pipelines, and the only stage of the third
+    }
+    for name, found in holders.items():
+        for state in found[1:]:
+            jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), state, found[0])
