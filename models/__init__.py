@@ -1,0 +1,1 @@
+"""Models as sequences of layers, and presets of whole runs. They know nothing of pipelines."""

@@ -1,0 +1,20 @@
+"""Settings of all tests: eight virtual CPU devices, annotated shapes checked, and the same examples every time.
+
+Nothing of ours may be imported here, or it would be too early for the import hook.
+"""
+
+import os
+
+import hypothesis
+import jax
+from jaxtyping import install_import_hook
+
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+install_import_hook("models.layers", "beartype.beartype")
+
+hypothesis.settings.register_profile("dev", derandomize=True, database=None, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
