@@ -227,18 +227,18 @@ def _preset_named(name: str) -> Preset:
     close = difflib.get_close_matches(name, PRESETS, n=1)
     suggestion = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
-        f"there is no preset {name!r}{suggestion}; there are {', '.join(PRESETS)}, and a preset of your own is given as "
-        "path/to/file.py:function"
+        f"there is no preset {name!r}{suggestion}; there are {', '.join(PRESETS)}, and a preset of your own is given "
+        "as path/to/file.py:function"
     )
 
 
 def _preset_of_file(path: Path, function: str) -> Preset:
     if not path.is_file():
         raise ConfigError(f"--preset: there is no file {path} (looked for it in {Path.cwd()})")
-    preset: Any = getattr(_load_file(path.resolve()), function, None)
-    if not callable(preset):
+    module = _load_file(path.resolve())
+    if not callable(getattr(module, function, None)):
         raise ConfigError(f"--preset: {path} has no function {function!r} that returns a RunConfig")
-    return preset
+    return getattr(module, function)
 
 
 def _load_file(path: Path) -> ModuleType:

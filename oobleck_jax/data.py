@@ -126,7 +126,8 @@ def check_data(config: RunConfig) -> None:
         raise DataError(
             f"an evaluation needs {needed} samples (--eval-batches {config.eval_batches} times --global-batch-size "
             f"{config.global_batch_size}), but --validation-fraction {config.validation_fraction} of {config.data} "
-            f"gives {dataset.num_eval_samples} of {config.sequence_length} tokens; change one of them, or --eval-every 0"
+            f"gives {dataset.num_eval_samples} of {config.sequence_length} tokens; change one of them, or give "
+            "--eval-every 0"
         )
 
 
