@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from oobleck_jax.errors import PeerLost
 from oobleck_jax.execution.fabric import Ranks, SumHandle
+from oobleck_jax.execution.jaxlib_private import is_ready
 from oobleck_jax.execution.link import Address, LinkKey, Pull
 from oobleck_jax.execution.waiting import wait_event, wait_ready
 
@@ -129,7 +130,7 @@ class _InProcessPull:
         self._done.set()
 
     def is_ready(self) -> bool:
-        return self._done.is_set() and all(array.is_ready() for array in self._arrays or ())
+        return self._done.is_set() and all(is_ready(array) for array in self._arrays or ())
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> list[jax.Array]:
         wait_event(self._done, limit_s=limit_s, abandoned=abandoned, what=self._what)

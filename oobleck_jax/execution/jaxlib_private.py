@@ -6,6 +6,7 @@ What is private here, and why it is needed:
   service inside a worker and ties it to the only runtime of the process; a fabric is made anew for each generation.
 - Gloo and `make_cpu_client`: a second CPU client, beside the home runtime of the process.
 - `jax.experimental.transfer`: public by name, experimental by nature.
+- `jax.Array.is_ready`: the only way to wait with a deadline.
 - The object that `jax.vjp` returns: residuals that do not carry the primals.
 
 The functions import what they need when they are called, because the coordinator only hosts coordination services and
@@ -131,7 +132,12 @@ def make_fabric_client(
     )
 
 
-# ------------------------------------------------------------------------------------------ transfer server
+# ----------------------------------------------------------------------------------- arrays and their transfer
+
+
+def is_ready(array: Any) -> bool:
+    """Whether a `jax.Array` has its value, or is an error, by now. Never blocks."""
+    return _require(array, "is_ready")()
 
 
 def start_transfer_server(client: Any, *, address: str, transport_addresses: Sequence[str]) -> Any:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from oobleck_jax.errors import PeerLost
-from oobleck_jax.execution.jaxlib_private import start_transfer_server
+from oobleck_jax.execution.jaxlib_private import is_ready, start_transfer_server
 from oobleck_jax.execution.waiting import wait_ready
 
 
@@ -138,13 +138,9 @@ class Link(Protocol):
 class TransferLink:
     """A `Link` over TCP, on the home runtime of this process."""
 
-    def __init__(self, device: jax.Device, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of `host`, an address of this machine that the other nodes reach.
-
-        Args:
-            device: any device of the home runtime; arrays on all of them can be offered and pulled.
-        """
-        self._device = device
+    def __init__(self, *, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of `host`, an address of this machine that the other nodes reach."""
+        self._device = jax.local_devices()[0]  # stands for the home runtime: arrays on all its devices can travel
         self._server: Any = start_transfer_server(
             self._device.client, address=f"{host}:0", transport_addresses=[f"{host}:0"]
         )
@@ -194,7 +190,7 @@ class _TransferPull:
         self._arrays = arrays
 
     def is_ready(self) -> bool:
-        return all(array.is_ready() for array in self._arrays)
+        return all(is_ready(array) for array in self._arrays)
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> list[jax.Array]:
         wait_ready(self._arrays, limit_s=limit_s, abandoned=abandoned, what=f"pull of {self._key} from {self._address}")

@@ -6,11 +6,12 @@ a survivor that is not a neighbour of the dead node in Gloo's ring hears nothing
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled
+from oobleck_jax.execution.jaxlib_private import is_ready
 
 
 _SPIN_S = 50e-6  # look without sleeping for so long: what is nearly there should not cost a sleep
@@ -46,7 +47,7 @@ def wait_ready(arrays: Iterable[jax.Array], *, limit_s: float, abandoned: thread
     """
     start_s = time.monotonic()
     for array in arrays:
-        _poll(array.is_ready, start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
+        _poll(array, start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
         try:
             array.block_until_ready()  # returns at once; raises if the array is an error
         except jax.errors.JaxRuntimeError as error:
@@ -65,7 +66,7 @@ def wait_event(done: threading.Event, *, limit_s: float, abandoned: threading.Ev
         _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
 
 
-def as_peer_lost(error: jax.errors.JaxRuntimeError, *, what: str) -> Exception:
+def as_peer_lost(error: RuntimeError, *, what: str) -> Exception:
     """Return what to raise for an error of a transport: `PeerLost`, or the error itself if no peer is to blame."""
     message = str(error)
     if message.startswith(_PEER_STATUSES):
@@ -73,12 +74,10 @@ def as_peer_lost(error: jax.errors.JaxRuntimeError, *, what: str) -> Exception:
     return error
 
 
-def _poll(
-    is_ready: Callable[[], bool], *, start_s: float, limit_s: float, abandoned: threading.Event, what: str
-) -> None:
+def _poll(array: jax.Array, *, start_s: float, limit_s: float, abandoned: threading.Event, what: str) -> None:
     spin_until_s = time.monotonic() + _SPIN_S
     sleep_s = _FIRST_SLEEP_S
-    while not is_ready():
+    while not is_ready(array):
         _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
         if time.monotonic() > spin_until_s:
             time.sleep(sleep_s)
