@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from oobleck_jax.execution.jaxlib_private import CoordinationClient, make_fabric_client
-from oobleck_jax.execution.waiting import as_peer_lost, wait_event
+from oobleck_jax.execution.waiting import raise_transport_error, wait_event
 
 
 Ranks: TypeAlias = tuple[int, ...]  # members of a sum, ascending positions in the fabric
@@ -171,8 +171,8 @@ def _free_dropped_clients() -> None:
     """Free the threads, descriptors and memory of clients that nobody uses any more.
 
     JAX's caches of shardings and the like refer to a client (the home's programs are compiled ahead of time and are not
-    touched by clearing them), and a client and its devices refer to each other. The collection takes 100 ms in a process
-    that has imported jax, and 10 ms in one that has frozen what it imported (`gc.freeze`).
+    touched by clearing them), and a client and its devices refer to each other. The collection takes 100 ms in a
+    process that has imported jax, and 10 ms in one that has frozen what it imported (`gc.freeze`).
     """
     jax.clear_caches()
     gc.collect()
@@ -254,8 +254,6 @@ class _Task:
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> Any:
         wait_event(self._done, limit_s=limit_s, abandoned=abandoned, what=self._what)
-        if isinstance(self._error, jax.errors.JaxRuntimeError):
-            raise as_peer_lost(self._error, what=self._what) from self._error
         if self._error is not None:
-            raise self._error
+            raise_transport_error(self._error, what=self._what)
         return self._result

@@ -7,6 +7,7 @@ a survivor that is not a neighbour of the dead node in Gloo's ring hears nothing
 import threading
 import time
 from collections.abc import Iterable
+from typing import NoReturn
 
 import jax
 
@@ -51,7 +52,7 @@ def wait_ready(arrays: Iterable[jax.Array], *, limit_s: float, abandoned: thread
         try:
             array.block_until_ready()  # returns at once; raises if the array is an error
         except jax.errors.JaxRuntimeError as error:
-            raise as_peer_lost(error, what=what) from error
+            raise_transport_error(error, what=what)
 
 
 def wait_event(done: threading.Event, *, limit_s: float, abandoned: threading.Event, what: str) -> None:
@@ -66,12 +67,12 @@ def wait_event(done: threading.Event, *, limit_s: float, abandoned: threading.Ev
         _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
 
 
-def as_peer_lost(error: RuntimeError, *, what: str) -> Exception:
-    """Return what to raise for an error of a transport: `PeerLost`, or the error itself if no peer is to blame."""
+def raise_transport_error(error: BaseException, *, what: str) -> NoReturn:
+    """Raise `PeerLost` for an error of a transport, or the error itself where no peer is to blame."""
     message = str(error)
-    if message.startswith(_PEER_STATUSES):
-        return PeerLost(f"{what}: a node that takes part is gone ({message.splitlines()[0]})", what=what)
-    return error
+    if isinstance(error, jax.errors.JaxRuntimeError) and message.startswith(_PEER_STATUSES):
+        raise PeerLost(f"{what}: a node that takes part is gone ({message.splitlines()[0]})", what=what) from error
+    raise error
 
 
 def _poll(array: jax.Array, *, start_s: float, limit_s: float, abandoned: threading.Event, what: str) -> None:
