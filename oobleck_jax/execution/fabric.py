@@ -159,12 +159,15 @@ class GlooFabric:
 
     def close(self) -> None:
         self.detach()
+        self._drop_channels()
+        _free_dropped_clients()
+
+    def _drop_channels(self) -> None:
         channels, self._channels = self._channels, ()
         for channel in channels:
             channel.stop()
         for channel in channels:
             channel.join(_JOIN_LIMIT_S)
-        _free_dropped_clients()
 
 
 def _free_dropped_clients() -> None:
