@@ -68,13 +68,20 @@ class Advanced(_Base, frozen=True, kw_only=True):
     total: int
 
 
+class Gathering(_Base, frozen=True, kw_only=True):
+    """There is no plan for the nodes there are: the run waits for more."""
+
+    reason: str
+
+
 class Planned(_Base, frozen=True, kw_only=True):
     """A generation begins: who runs what, from which step, and why."""
 
     generation: int
     step: int
-    reason: str
+    reason: str  # why there is a new generation
     plan: Plan
+    plan_reason: str  # why it has this plan
 
 
 class Prepared(_Base, frozen=True, kw_only=True):
@@ -149,6 +156,7 @@ Record: TypeAlias = (
     | Rejected
     | Ready
     | Advanced
+    | Gathering
     | Planned
     | Prepared
     | Committed

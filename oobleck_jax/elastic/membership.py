@@ -44,16 +44,13 @@ The properties (numbers of ARCHITECTURE.md), each with a test:
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import TypeAlias
 
 from oobleck_jax import events
 from oobleck_jax.elastic import messages
-from oobleck_jax.elastic.blame import Cause, Weight, cause_of_exit, cause_of_failure, first_cause, suspects
+from oobleck_jax.elastic.blame import Cause, Weight, cause_of_exit, cause_of_failure, first_cause
 from oobleck_jax.elastic.effects import (
     Close,
     ConnectionId,
@@ -71,10 +68,12 @@ from oobleck_jax.elastic.effects import (
     Tick,
     Write,
 )
-from oobleck_jax.elastic.limits import Limits
-from oobleck_jax.elastic.votes import Decision, Fault, decide
+from oobleck_jax.elastic.generation import Generation
+from oobleck_jax.elastic.node import Node, NodeState, deadlines_of
+from oobleck_jax.elastic.terms import OnLoss, Terms, why_refuse
+from oobleck_jax.elastic.votes import Decision, Fault
 from oobleck_jax.errors import PlanError
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.plan import NodeId
 
 
 class Phase(StrEnum):
@@ -88,22 +87,6 @@ class Phase(StrEnum):
     FINISHED = "finished"
 
 
-class NodeState(StrEnum):
-    """How far a node is."""
-
-    STARTING = "starting"
-    IDLE = "idle"
-    PREPARING = "preparing"
-    RUNNING = "running"
-
-
-class OnLoss(StrEnum):
-    """What to do when a node is lost."""
-
-    STOP = "stop"
-    REGROUP = "regroup"
-
-
 _NEXT: Mapping[Phase, frozenset[Phase]] = {
     Phase.GATHERING: frozenset({Phase.MEETING, Phase.STOPPING}),
     Phase.MEETING: frozenset({Phase.PREPARING, Phase.MEETING, Phase.GATHERING, Phase.STOPPING}),
@@ -113,230 +96,147 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
     Phase.FINISHED: frozenset(),
 }
 
-# Given the nodes that are ready (ascending) and the layers whose current state each node has, return the plan for them,
-# or raise PlanError. Pure.
-Replan: TypeAlias = Callable[[tuple[NodeId, ...], Mapping[NodeId, tuple[int, ...]]], Plan]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """What a run asks of its nodes, and what it needs to know of the rest of the program.
-
-    Attributes:
-        place: cores of each node in a plan; nodes that may use any core are left out.
-        place_at_start: cores and number of threads of a node's worker, before there is a plan.
-    """
-
-    config_json: str
-    config_digest: str
-    versions: dict[str, str]
-    num_nodes: int
-    num_devices: int  # of each node
-    steps: int
-    tokens_per_step: int
-    evaluates_after: Callable[[int], bool]
-    replan: Replan
-    place: Callable[[Plan], Mapping[NodeId, tuple[int, ...]]]
-    place_at_start: Callable[[NodeId], tuple[tuple[int, ...], int]]
-    on_loss: OnLoss = OnLoss.STOP
-    limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Node:
-    """What the machine knows of a node that takes part."""
-
-    node: NodeId
-    connection: ConnectionId
-    incarnation: int
-    heard_s: float  # last sign of life of the agent
-    since_s: float  # in its state, or since its last progress
-    state: NodeState = NodeState.STARTING
-    link_address: str = ""
-    stopped_since_s: float | None = None  # its worker, by a signal
-
-
-@dataclass(kw_only=True, slots=True)
-class _Evaluation:
-    """An evaluation that is going on."""
-
-    step: int
-    missing: set[NodeId]
-    loss_sums: dict[NodeId, float | None] = field(default_factory=dict[NodeId, float | None])
-    num_tokens: int = 0
-
 
 class Membership:
     """The state machine of a run; see the top of this file.
 
     Attributes:
         phase: what the run waits for.
-        generation: number of the current generation; 0 before the first.
-        step: the step in progress; equal to the number of committed steps.
     """
 
     def __init__(self, terms: Terms, now_s: float) -> None:
         self.phase = Phase.GATHERING
-        self.generation = 0
-        self.step = 0
         self._terms = terms
-        self._phase_since_s = now_s
-        self._nodes: dict[NodeId, _Node] = {}
-        self._by_connection: dict[ConnectionId, _Node] = {}
-        self._effects: list[Effect] = []
-        self._end: Finish | None = None
-        # Of the current generation:
-        self._plan: Plan | None = None
-        self._generation_since_s = now_s
-        self._prepared: dict[NodeId, messages.Prepared] = {}
-        # Of the current step:
-        self._votes: dict[NodeId, messages.Vote] = {}
-        self._waits: dict[NodeId, NodeId] = {}
-        self._step_since_s = now_s
-        self._recent_steps_s: deque[float] = deque(maxlen=16)
-        self._evaluation: _Evaluation | None = None
-        # Layers whose state after step - 1 a node has; empty until a generation has run.
-        self._holdings: dict[NodeId, tuple[int, ...]] = {}
+        self._now_s = self._phase_since_s = now_s
+        self._nodes: dict[NodeId, Node] = {}
+        self._by_connection: dict[ConnectionId, Node] = {}
+        self._current: Generation | None = None  # the last one there was, even if it has been abandoned
+        self._holdings: dict[NodeId, tuple[int, ...]] = {}  # layers whose state after the last commit a node has
         self._causes: list[Cause] = []  # evidence that awaits the verdict
+        self._end: Finish | None = None
+        self._effects: list[Effect] = []
 
-    def handle(self, given: Input, now_s: float) -> tuple[Effect, ...]:
-        """Take in what happened and return what to do, in this order.
+    @property
+    def generation(self) -> int:
+        """Number of the current generation; 0 before the first."""
+        return self._current.number if self._current else 0
 
-        `now_s` must not decrease from call to call.
-        """
-        match given:
-            case Received():
-                self._receive(given.connection, given.message, now_s)
-            case Disconnected():
-                self._disconnected(given, now_s)
-            case FabricStarted() | FabricFailed():
-                self._fabric(given, now_s)
-            case Interrupted():
-                self._stop(given.reason, exit_code=given.exit_code, node=None, now_s=now_s)
-            case Tick():
-                pass
-        # What has come in is looked at first: a vote that is in beats a deadline that has passed.
-        while due := [(when_s, act) for when_s, act in self._deadlines() if when_s <= now_s]:
-            min(due, key=lambda item: item[0])[1](now_s)
-        effects, self._effects = tuple(self._effects), []
-        return effects
+    @property
+    def step(self) -> int:
+        """The step in progress, which is also the number of committed steps."""
+        return self._current.step if self._current else 0
 
     @property
     def wake_s(self) -> float:
         """When to call `handle` at the latest; infinite when finished, and only then."""
         return min((when_s for when_s, _ in self._deadlines()), default=math.inf)
 
-    @property
-    def members(self) -> tuple[NodeId, ...]:
-        """The nodes that work in the current generation, ascending; the position is the rank in its fabric."""
-        if self._plan is None:
+    def handle(self, given: Input, now_s: float) -> tuple[Effect, ...]:
+        """Take in what happened and return what to do, in this order.
+
+        `now_s` must not decrease from call to call.
+        """
+        if self.phase is Phase.FINISHED:
             return ()
-        return tuple(sorted(node for pipeline in self._plan.pipelines for node in pipeline.nodes))
+        self._now_s = now_s
+        match given:
+            case Received():
+                self._receive(given.connection, given.message)
+            case Disconnected():
+                self._disconnected(given)
+            case FabricStarted() | FabricFailed():
+                self._fabric(given)
+            case Interrupted():
+                self._stop(given.reason, exit_code=given.exit_code, node=None)
+            case Tick():
+                pass
+        # What has come in is looked at first: a vote that is in beats a deadline that has passed.
+        while due := [(when_s, act) for when_s, act in self._deadlines() if when_s <= now_s]:
+            min(due, key=lambda item: item[0])[1]()
+        effects, self._effects = tuple(self._effects), []
+        return effects
 
-    # ------------------------------------------------------------------------------------------------- messages
+    # --------------------------------------------------------------------------------------------------- messages
 
-    def _receive(self, connection: ConnectionId, message: messages.ToCoordinator, now_s: float) -> None:
+    def _receive(self, connection: ConnectionId, message: messages.ToCoordinator) -> None:
         if isinstance(message, messages.Join):
-            return self._join(connection, message, now_s)
+            return self._join(connection, message)
         node = self._by_connection.get(connection)
         if node is None:
-            return self._ignore(f"{_kind(message)} from a connection that takes no part (any more)")
+            return self._ignore(f"{_kind(message)} on a connection that takes no part (any more)")
         if message.node != node.node:
             return self._ignore(f"node {node.node} sent a {_kind(message)} in the name of node {message.node}")
-        node.heard_s = now_s
-        if self.phase in (Phase.STOPPING, Phase.FINISHED) and not isinstance(message, messages.WorkerExited):
+        node.heard_s = self._now_s
+        if self._is_over and not isinstance(message, messages.WorkerExited):
             return None
         match message:
             case messages.Heartbeat():
-                self._heartbeat(node, message, now_s)
+                stopped_since_s = node.stopped_since_s if node.stopped_since_s is not None else self._now_s
+                node.stopped_since_s = stopped_since_s if message.is_worker_stopped else None
             case messages.WorkerExited():
-                self._worker_exited(node, message, now_s)
+                self._worker_exited(node, message)
             case messages.WorkerReady():
-                self._worker_ready(node, message, now_s)
+                self._worker_ready(node, message)
             case messages.Failed():
-                self._blame(cause_of_failure(message, now_s), now_s)
+                self._blame(cause_of_failure(message, self._now_s))
             case messages.Progress() | messages.Prepared():
-                self._preparing(node, message, now_s)
-            case messages.Waiting():
-                if self._is_current(message):
-                    self._waits[node.node] = message.waits_for
-            case messages.Vote():
-                self._vote(message, now_s)
-            case messages.Evaluated():
-                self._evaluated(message, now_s)
+                self._preparing(node, message)
+            case messages.Waiting() | messages.Vote() | messages.Evaluated():
+                self._running(message)
         return None
 
-    def _join(self, connection: ConnectionId, join: messages.Join, now_s: float) -> None:
+    def _join(self, connection: ConnectionId, join: messages.Join) -> None:
         if connection in self._by_connection:
             return self._ignore(f"{join.name} joined twice on one connection")
-        if reason := self._why_not(join):
+        reason = "the run is over" if self._is_over else None
+        reason = reason or why_refuse(join, self._terms, taken=self._nodes, has_begun=self.generation > 0)
+        if reason:
             self._write(events.Rejected(name=join.name, reason=reason))
             self._do(Send(connection=connection, message=messages.Refused(reason=reason)), Close(connection=connection))
             return None
-        free = (NodeId(number) for number in range(len(self._nodes) + 1) if number not in self._nodes)
-        node_id = join.node if join.node is not None else next(free)
-        node = _Node(node=node_id, connection=connection, incarnation=join.incarnation, heard_s=now_s, since_s=now_s)
-        self._nodes[node_id] = self._by_connection[connection] = node
-        self._write(events.Joined(node=node_id, name=join.name, incarnation=join.incarnation))
-        cores, num_threads = self._terms.place_at_start(node_id)
+        free = next(number for number in range(self._terms.num_nodes) if number not in self._nodes)
+        node = Node(
+            node=NodeId(free) if join.node is None else join.node,
+            connection=connection,
+            incarnation=join.incarnation,
+            heard_s=self._now_s,
+            since_s=self._now_s,
+        )
+        self._nodes[node.node] = self._by_connection[connection] = node
+        self._write(events.Joined(node=node.node, name=join.name, incarnation=join.incarnation))
+        cores, num_threads = self._terms.place_at_start(node.node)
         welcome = messages.Welcome(
-            node=node_id, config_json=self._terms.config_json, cores=cores, num_threads=num_threads
+            node=node.node, config_json=self._terms.config_json, cores=cores, num_threads=num_threads
         )
         self._do(Send(connection=connection, message=welcome))
         return None
 
-    def _why_not(self, join: messages.Join) -> str | None:
-        """Return why a node may not take part, or None."""
-        terms = self._terms
-        if self.phase in (Phase.STOPPING, Phase.FINISHED):
-            return "the run is over"
-        if self.generation and terms.on_loss is OnLoss.STOP:
-            return "the run has begun, and its nodes stay the same to the end"
-        for name, wanted in terms.versions.items():
-            if join.versions.get(name) != wanted:
-                return f"{name} {join.versions.get(name, 'unknown')} on {join.name}, but the run uses {name} {wanted}"
-        if join.config_digest not in (None, terms.config_digest):
-            return f"{join.name} was started with other flags than the coordinator; start all with the same ones"
-        if join.num_devices != terms.num_devices:
-            return f"{join.name} offers {join.num_devices} devices, but the run uses {terms.num_devices} of each node"
-        if join.node is not None and join.node in self._nodes:
-            return f"node {join.node} takes part already"
-        if join.node is not None and not 0 <= join.node < terms.num_nodes:
-            return f"there is no node {join.node}: the run has nodes 0 to {terms.num_nodes - 1}"
-        if len(self._nodes) >= terms.num_nodes:
-            return f"the run has all of its {terms.num_nodes} nodes"
-        return None
-
-    def _heartbeat(self, node: _Node, heartbeat: messages.Heartbeat, now_s: float) -> None:
-        if not heartbeat.is_worker_stopped:
-            node.stopped_since_s = None
-        elif node.stopped_since_s is None:
-            node.stopped_since_s = now_s
-
-    def _worker_ready(self, node: _Node, ready: messages.WorkerReady, now_s: float) -> None:
+    def _worker_ready(self, node: Node, ready: messages.WorkerReady) -> None:
         if ready.incarnation != node.incarnation or node.state is not NodeState.STARTING:
-            return self._ignore(f"node {node.node}: worker {ready.incarnation} is ready, but that is over")
+            return self._ignore(f"node {node.node}: worker {ready.incarnation} is ready, which is known or over")
         if ready.num_devices < self._terms.num_devices:
-            what = f"node {node.node} has {ready.num_devices} devices, but the run uses {self._terms.num_devices}"
-            return self._blame(Cause(node=node.node, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
+            return self._lose(
+                node, f"node {node.node} has {ready.num_devices} devices, but the run uses {self._terms.num_devices}"
+            )
         self._write(
             events.Ready(
                 node=node.node,
                 incarnation=ready.incarnation,
                 device_kind=ready.device_kind,
                 num_devices=ready.num_devices,
-                seconds=now_s - node.since_s,
+                seconds=self._now_s - node.since_s,
             )
         )
-        node.state, node.since_s, node.link_address = NodeState.IDLE, now_s, ready.link_address
+        node.link_address = ready.link_address
+        self._set(node, NodeState.IDLE)
         if self.phase is Phase.GATHERING:
-            self._begin("all nodes are ready" if not self.generation else f"node {node.node} is ready", now_s)
+            self._begin(f"node {node.node} is ready" if self.generation else "all nodes are ready")
         return None
 
-    def _preparing(self, node: _Node, message: messages.Progress | messages.Prepared, now_s: float) -> None:
+    def _preparing(self, node: Node, message: messages.Progress | messages.Prepared) -> None:
         if message.generation != self.generation or node.state is not NodeState.PREPARING:
             return self._ignore(f"node {node.node}: {_kind(message)} of generation {message.generation}, which is over")
-        node.since_s = now_s
+        node.since_s = self._now_s
         if isinstance(message, messages.Progress):
             return self._write(
                 events.Advanced(
@@ -347,217 +247,158 @@ class Membership:
                     total=message.total,
                 )
             )
-        node.state = NodeState.RUNNING
-        self._prepared[node.node] = message
-        if len(self._prepared) == len(self.members):
-            self._run(now_s)
+        self._set(node, NodeState.RUNNING)
+        assert self._current is not None
+        if self._current.add_prepared(message):
+            self._run(self._current)
         return None
 
-    def _is_current(self, message: messages.Vote | messages.Waiting) -> bool:
-        """Whether a message is of the step in progress; if not, the reason is noted."""
-        if self.phase is Phase.RUNNING and (message.generation, message.step) == (self.generation, self.step):
-            return True
-        self._ignore(
-            f"node {message.node}: {_kind(message)} of generation {message.generation}, step {message.step}; "
-            f"now {self.phase}, generation {self.generation}, step {self.step}"
+    def _running(self, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
+        current = self._current
+        if current is None or self.phase is not Phase.RUNNING or message.generation != current.number:
+            return self._ignore_late(message)
+        match message:
+            case messages.Evaluated() if current.awaits_evaluation(message):
+                if evaluated := current.add_evaluated(message, self._now_s):
+                    self._write(evaluated)
+                    self._stop_if_done(current)
+            case messages.Waiting() if message.step == current.step:
+                current.add_waiting(message)
+            case messages.Vote() if message.step == current.step < self._terms.steps and current.has_vote(message.node):
+                match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
+                    case Decision() as decision:
+                        self._commit(current, decision)
+                    case Fault() as fault:
+                        # Not the loss of a node: to redo the step would give the same, or hide a corruption.
+                        self._fail(self._cause(fault.node, fault.cause))
+                    case None:
+                        pass
+            case _:
+                self._ignore_late(message)
+        return None
+
+    # ------------------------------------------------------------------------------------------------- generations
+
+    def _begin(self, reason: str) -> None:
+        """Begin the next generation if there are nodes enough; else wait for more."""
+        ready = tuple(sorted(node.node for node in self._nodes.values() if node.state is not NodeState.STARTING))
+        if not self.generation and len(ready) < self._terms.num_nodes:
+            return None
+        if lost := self._lost_layers():
+            what = f"no live node has the state of layers {lost} after step {self.step - 1} any more ({reason})"
+            return self._fail(self._cause(None, what))
+        try:
+            proposal = self._terms.replan(ready, self._holdings)
+        except PlanError as error:
+            if self._terms.on_loss is OnLoss.STOP:
+                return self._fail(self._cause(None, str(error)))
+            if self.phase is Phase.GATHERING:
+                return None
+            self._write(events.Gathering(reason=f"{reason}; {error}"))
+            return self._enter(Phase.GATHERING)
+        self._current = Generation(
+            self.generation + 1,
+            proposal.plan,
+            first_step=self.step,
+            evaluation_step=self._current.evaluation_step if self._current else None,
+            now_s=self._now_s,
         )
-        return False
-
-    def _vote(self, vote: messages.Vote, now_s: float) -> None:
-        if not self._is_current(vote):
-            return None
-        if vote.node not in self.members or vote.node in self._votes or self.step >= self._terms.steps:
-            return self._ignore(f"node {vote.node} has no vote (left) in step {vote.step}")
-        self._votes[vote.node] = vote
-        self._waits.pop(vote.node, None)
-        if len(self._votes) < len(self.members):
-            return None
-        match decide(self._votes, tokens_per_step=self._terms.tokens_per_step):
-            case Decision() as decision:
-                self._commit(decision, now_s)
-            case Fault() as fault:
-                # Not the loss of a node: redoing the step elsewhere would give the same, or hide a corruption.
-                self._fail(Cause(node=fault.node, weight=Weight.FIRM, what=fault.cause, noticed_s=now_s), now_s)
-        return None
-
-    def _evaluated(self, evaluated: messages.Evaluated, now_s: float) -> None:
-        evaluation = self._evaluation
-        if (
-            evaluation is None
-            or self.phase is not Phase.RUNNING
-            or (evaluated.generation, evaluated.step) != (self.generation, evaluation.step)
-            or evaluated.node not in evaluation.missing
-        ):
-            return self._ignore(f"node {evaluated.node}: evaluation of step {evaluated.step}, which is over")
-        evaluation.missing.remove(evaluated.node)
-        evaluation.loss_sums[evaluated.node] = evaluated.loss_sum
-        evaluation.num_tokens += evaluated.num_tokens
-        if evaluation.missing:
-            return None
-        sums = [loss_sum for _, loss_sum in sorted(evaluation.loss_sums.items()) if loss_sum is not None]
-        is_finite = len(sums) == len(evaluation.loss_sums) and evaluation.num_tokens > 0
         self._write(
-            events.Evaluated(
+            events.Planned(
                 generation=self.generation,
-                step=evaluation.step,
-                loss=math.fsum(sums) / evaluation.num_tokens if is_finite else None,
-                num_tokens=evaluation.num_tokens,
+                step=self.step,
+                reason=reason,
+                plan=proposal.plan,
+                plan_reason=proposal.reason,
             )
         )
-        self._evaluation = None
-        self._step_since_s = now_s  # the next step begins only now
-        self._stop_if_done(now_s)
-        return None
+        self._do(StartFabric(generation=self.generation, num_nodes=len(self._current.members)))
+        return self._enter(Phase.MEETING)
 
-    # ------------------------------------------------------------------------------------------------ generations
+    def _lost_layers(self) -> list[int]:
+        """Return the layers whose state died with their last holder; before the first commit every node can make it."""
+        if self._current is None or self.step == 0:
+            return []
+        held = {layer for layers in self._holdings.values() for layer in layers}
+        return [layer for layer in range(self._current.plan.num_layers) if layer not in held]
 
-    def _begin(self, reason: str, now_s: float) -> None:
-        """Begin the next generation if there are nodes enough; else wait for more."""
-        terms = self._terms
-        ready = tuple(sorted(node.node for node in self._nodes.values() if node.state is not NodeState.STARTING))
-        self._plan = None
-        if not self.generation and len(ready) < terms.num_nodes:
-            return self._enter(Phase.GATHERING, now_s)
-        try:
-            plan = terms.replan(ready, self._holdings)
-        except PlanError as error:
-            if terms.on_loss is OnLoss.STOP:
-                return self._fail(Cause(node=None, weight=Weight.FIRM, what=str(error), noticed_s=now_s), now_s)
-            self._ignore(f"no plan for nodes {list(ready)}: {error}")
-            return self._enter(Phase.GATHERING, now_s)
-        self._plan = plan
-        self.generation += 1
-        self._generation_since_s = now_s
-        self._prepared.clear()
-        self._forget_step(now_s)
-        self._recent_steps_s.clear()
-        self._write(events.Planned(generation=self.generation, step=self.step, reason=reason, plan=plan))
-        self._do(StartFabric(generation=self.generation, num_nodes=len(self.members)))
-        return self._enter(Phase.MEETING, now_s)
-
-    def _fabric(self, given: FabricStarted | FabricFailed, now_s: float) -> None:
+    def _fabric(self, given: FabricStarted | FabricFailed) -> None:
         if self.phase is not Phase.MEETING or given.generation != self.generation:
             return self._ignore(f"the fabric of generation {given.generation} is not needed any more")
         if isinstance(given, FabricFailed):
             what = f"JAX's coordination service of generation {self.generation} could not start: {given.error}"
-            return self._fail(Cause(node=None, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
-        assert self._plan is not None
-        cores = self._terms.place(self._plan)
-        members = tuple(
-            messages.Member(
-                node=node,
-                link_address=self._nodes[node].link_address,
-                cores=cores.get(node, ()),
-                holds=self._holdings.get(node, ()),
-            )
-            for node in self.members
-        )
+            return self._fail(self._cause(None, what))
+        assert self._current is not None
+        cores = self._terms.place(self._current.plan)
         begin = messages.Begin(
             generation=self.generation,
-            plan=self._plan,
-            members=members,
+            plan=self._current.plan,
+            members=tuple(
+                messages.Member(
+                    node=node.node,
+                    link_address=node.link_address,
+                    cores=cores.get(node.node, ()),
+                    holds=self._holdings.get(node.node, ()),
+                )
+                for node in self._members()
+            ),
             fabric_address=given.address,
             step=self.step,
-            evaluate_first=self._evaluation is not None,
+            evaluate_first=self._current.evaluation_step is not None,
         )
-        self._enter(Phase.PREPARING, now_s)
-        for node in self._member_nodes():
-            node.state, node.since_s = NodeState.PREPARING, now_s
-            self._do(Send(connection=node.connection, message=begin))
-        return None
+        for node in self._members():
+            self._set(node, NodeState.PREPARING)
+        self._send_to_members(begin)
+        return self._enter(Phase.PREPARING)
 
-    def _run(self, now_s: float) -> None:
+    def _run(self, current: Generation) -> None:
         """Everybody is prepared: let them go."""
-        assert self._plan is not None
-        self._write(
-            events.Prepared(
-                generation=self.generation,
-                step=self.step,
-                seconds=now_s - self._generation_since_s,
-                num_compilations={node: self._prepared[node].num_compilations for node in self.members},
-                phases={node: self._prepared[node].seconds for node in self.members},
-            )
-        )
-        # From here on everybody has the state of its layers, and nobody else's is up to date after the next commit.
-        self._holdings = {node: self._plan.layers_of(node) for node in self.members}
-        if self._evaluation is not None:
-            self._evaluation = self._new_evaluation(self._evaluation.step)
-        self._enter(Phase.RUNNING, now_s)
-        self._forget_step(now_s)
-        for node in self._member_nodes():
-            run = messages.Run(generation=self.generation, step=self.step)
-            self._do(Send(connection=node.connection, message=run))
+        self._write(current.run(self._now_s))
+        # From here on the members have the state of their layers, and what any other node has falls behind.
+        self._holdings = {node: current.plan.layers_of(node) for node in current.members}
+        self._enter(Phase.RUNNING)
+        self._send_to_members(messages.Run(generation=current.number, step=current.step))
 
-    def _commit(self, decision: Decision, now_s: float) -> None:
+    def _commit(self, current: Generation, decision: Decision) -> None:
         """The step counts: write that down, and only then tell."""
-        step_time_s = now_s - self._step_since_s
-        self._recent_steps_s.append(step_time_s)
-        self._write(
-            events.Committed(
-                generation=self.generation,
-                step=self.step,
-                loss=decision.loss,
-                grad_norm=decision.global_norm,
-                step_time_s=step_time_s,
-            )
-        )
-        commit = messages.Commit(generation=self.generation, step=self.step, global_norm=decision.global_norm)
-        for node in self._member_nodes():
-            self._do(Send(connection=node.connection, message=commit))
-        if self._terms.evaluates_after(self.step):
-            self._evaluation = self._new_evaluation(self.step)
-        self.step += 1
-        self._forget_step(now_s)
-        if self._stop_if_done(now_s) or self._terms.on_loss is OnLoss.STOP:
+        step = current.step
+        evaluates = self._terms.evaluates_after(step)
+        self._write(current.commit(decision, evaluates=evaluates, now_s=self._now_s))
+        self._send_to_members(messages.Commit(generation=current.number, step=step, global_norm=decision.global_norm))
+        if self._stop_if_done(current) or self._terms.on_loss is OnLoss.STOP:
             return
-        assert self._plan is not None
-        newcomers = [
-            node.node
-            for node in self._nodes.values()
-            if node.state is NodeState.IDLE and node.node not in self._plan.spare_nodes
-        ]
-        if newcomers:
-            self._regroup(f"nodes {sorted(newcomers)} are ready to take part", now_s)
+        idle = {node.node for node in self._nodes.values() if node.state is NodeState.IDLE}
+        if newcomers := sorted(idle.difference(current.plan.spare_nodes)):
+            self._regroup(f"nodes {newcomers} are ready to take part")
 
-    def _new_evaluation(self, step: int) -> _Evaluation:
-        assert self._plan is not None
-        return _Evaluation(step=step, missing=set(self._plan.holders_of(self._plan.num_layers - 1)))
-
-    def _stop_if_done(self, now_s: float) -> bool:
-        if self.step < self._terms.steps or self._evaluation is not None:
+    def _stop_if_done(self, current: Generation) -> bool:
+        if current.step < self._terms.steps or current.evaluation_step is not None:
             return False
-        self._stop(f"all {self.step} steps are done", exit_code=0, node=None, now_s=now_s)
+        self._stop(f"all {current.step} steps are done", exit_code=0, node=None)
         return True
 
-    def _regroup(self, reason: str, now_s: float) -> None:
+    def _regroup(self, reason: str) -> None:
         """Abandon the current generation and begin the next one with the nodes there are."""
         if self.phase in (Phase.PREPARING, Phase.RUNNING):
             self._write(events.Abandoned(generation=self.generation, step=self.step, reason=reason))
-            abandon = messages.Abandon(generation=self.generation, reason=reason)
-            for node in self._member_nodes():
-                node.state, node.since_s = NodeState.IDLE, now_s
-                self._do(Send(connection=node.connection, message=abandon))
-        self._begin(reason, now_s)
+            self._send_to_members(messages.Abandon(generation=self.generation, reason=reason))
+            for node in self._members():
+                self._set(node, NodeState.IDLE)
+        self._begin(reason)
 
-    def _forget_step(self, now_s: float) -> None:
-        self._votes.clear()
-        self._waits.clear()
-        self._step_since_s = now_s
+    # ------------------------------------------------------------------------------------------------------ losses
 
-    # ----------------------------------------------------------------------------------------------------- losses
-
-    def _disconnected(self, given: Disconnected, now_s: float) -> None:
+    def _disconnected(self, given: Disconnected) -> None:
         node = self._by_connection.pop(given.connection, None)
         if node is None:
-            return  # refused, or excluded before
-        if self.phase in (Phase.STOPPING, Phase.FINISHED):
-            self._drop(node)
-            return self._finish_if_alone(now_s)
-        what = f"the agent of node {node.node} is gone ({given.reason})"
-        self._blame(Cause(node=node.node, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
-        self._drop(node)
+            return None  # refused, or excluded before
+        if self._is_over:
+            return self._finish_if_alone()
+        self._lose(node, f"the agent of node {node.node} is gone ({given.reason})")
+        self._nodes.pop(node.node, None)
+        return None
 
-    def _worker_exited(self, node: _Node, exited: messages.WorkerExited, now_s: float) -> None:
+    def _worker_exited(self, node: Node, exited: messages.WorkerExited) -> None:
         if exited.incarnation != node.incarnation:
             return self._ignore(f"node {node.node}: worker {exited.incarnation} ended, which is not its current one")
         self._write(
@@ -568,54 +409,153 @@ class Membership:
                 agent_peak_memory_bytes=exited.agent_peak_memory_bytes,
             )
         )
-        if self.phase in (Phase.STOPPING, Phase.FINISHED):
-            return None
-        has_told = any(cause.node == node.node and cause.weight is Weight.OWN for cause in self._causes)
-        if has_told:
-            return None  # it failed, said why, and left
-        return self._blame(cause_of_exit(exited, now_s), now_s)
-
-    def _blame(self, cause: Cause, now_s: float) -> None:
-        """Answer one piece of evidence that a node is lost, by the policy."""
-        if self._terms.on_loss is OnLoss.REGROUP:
-            return self._exclude(cause, now_s)
-        self._causes.append(cause)
-        if cause.weight is Weight.FIRM:
-            self._pass_verdict(now_s)
+        # A worker that fails says why and then exits: its exit explains nothing more.
+        has_said_why = any(cause.node == node.node and cause.weight is Weight.OWN for cause in self._causes)
+        if not (self._is_over or has_said_why):
+            self._blame(cause_of_exit(exited, self._now_s))
         return None
 
-    def _pass_verdict(self, now_s: float) -> None:
+    def _lose(self, node: Node, what: str) -> None:
+        self._blame(self._cause(node.node, what))
+
+    def _blame(self, cause: Cause) -> None:
+        """Answer one piece of evidence that a node is lost, by the policy."""
+        if self._terms.on_loss is OnLoss.REGROUP:
+            return self._exclude(cause)
+        self._causes.append(cause)
+        if cause.weight is Weight.FIRM:
+            self._pass_verdict()
+        return None
+
+    def _pass_verdict(self) -> None:
         """The evidence is in: the first cause ends the run, the others are its consequences."""
         first = first_cause(self._causes)
         for cause in self._causes:
             if cause is not first:
                 self._write_failure(cause, is_collateral=True)
-        self._fail(first, now_s)
+        self._fail(first)
 
-    def _exclude(self, cause: Cause, now_s: float) -> None:
+    def _exclude(self, cause: Cause) -> None:
         """Go on without a node."""
         assert cause.node is not None
-        node = self._nodes.get(cause.node)
-        self._write_failure(cause, is_collateral=cause.weight is Weight.COLLATERAL)
+        node = self._nodes.pop(cause.node, None)
         if node is None:
             return
-        self._drop(node)
-        if self._by_connection.pop(node.connection, None):
-            stop = messages.Stop(reason=f"excluded: {cause.what}")
-            self._do(Send(connection=node.connection, message=stop), Close(connection=node.connection))
-        if node.node in self.members and self.phase in (Phase.MEETING, Phase.PREPARING, Phase.RUNNING):
-            self._regroup(cause.what, now_s)
-
-    def _drop(self, node: _Node) -> None:
-        self._nodes.pop(node.node, None)
+        self._write_failure(cause, is_collateral=cause.weight is Weight.COLLATERAL)
         self._holdings.pop(node.node, None)
+        if self._by_connection.pop(node.connection, None):
+            stop = messages.Stop(reason=f"excluded: {cause.what}", exit_code=1)
+            self._do(Send(connection=node.connection, message=stop), Close(connection=node.connection))
+        if node.node in self._working:
+            self._regroup(cause.what)
 
-    def _fail(self, cause: Cause, now_s: float) -> None:
+    def _fail(self, cause: Cause) -> None:
         """End the run for a cause."""
-        if self.phase in (Phase.STOPPING, Phase.FINISHED):
+        if self._is_over:
             return
         self._write_failure(cause, is_collateral=False)
-        self._stop(cause.what, exit_code=1, node=cause.node, now_s=now_s)
+        self._stop(cause.what, exit_code=1, node=cause.node)
+
+    def _stop(self, reason: str, *, exit_code: int, node: NodeId | None) -> None:
+        """Tell everybody that the run is over, and wait for them to leave."""
+        if self._is_over:
+            return
+        self._end = Finish(reason=reason, exit_code=exit_code, node=node)
+        self._enter(Phase.STOPPING)
+        for connection in self._by_connection:
+            self._do(Send(connection=connection, message=messages.Stop(reason=reason, exit_code=exit_code)))
+        self._finish_if_alone()
+
+    def _finish_if_alone(self) -> None:
+        if not self._by_connection:
+            self._finish()
+
+    def _finish(self) -> None:
+        end = self._end
+        assert end is not None
+        self._enter(Phase.FINISHED)
+        self._write(events.Finished(steps=self.step, reason=end.reason, exit_code=end.exit_code, node=end.node))
+        self._do(end)
+
+    # --------------------------------------------------------------------------------------------------- deadlines
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """Yield every wait that is going on: when it ends, and what happens then."""
+        limits = self._terms.limits
+        if self.phase is Phase.FINISHED:
+            return
+        if self.phase is Phase.STOPPING:
+            yield self._phase_since_s + limits.stop_s, self._finish
+            return
+        if self._causes:
+            yield self._causes[0].noticed_s + limits.verdict_s, self._pass_verdict
+        for node in self._nodes.values():
+            for when_s, what in deadlines_of(node, limits):
+                yield when_s, partial(self._lose, node, what)
+        match self.phase:
+            case Phase.GATHERING:
+                yield self._phase_since_s + limits.gather_s, self._too_few
+            case Phase.MEETING:
+                error = f"no answer within {limits.fabric_s:.0f} s"
+                failed = FabricFailed(generation=self.generation, error=error)
+                yield self._phase_since_s + limits.fabric_s, partial(self._fabric, failed)
+            case Phase.RUNNING if self._current is not None and not self._causes:
+                yield self._current.overdue_s(limits), partial(self._no_progress, self._current)
+            case _:  # PREPARING: the deadlines of the nodes
+                pass
+
+    def _too_few(self) -> None:
+        ready = sorted(node.node for node in self._nodes.values() if node.state is not NodeState.STARTING)
+        what = (
+            f"only {len(ready)} of {self._terms.num_nodes} nodes were ready after "
+            f"{self._now_s - self._phase_since_s:.0f} s (ready: {ready}, joined: {sorted(self._nodes)}); "
+            "start the others, or lower --nodes"
+        )
+        self._fail(self._cause(None, what))
+
+    def _no_progress(self, current: Generation) -> None:
+        """A step, or an evaluation, takes far longer than it may: find out who holds it up."""
+        found = current.held_up_by([node.node for node in self._members() if node.stopped_since_s is not None])
+        who = f"node {found[0]} holds" if len(found) == 1 else f"one of the nodes {list(found)} holds"
+        what = f"no progress for {current.stuck_s(self._now_s):.1f} s in step {current.step}: {who} it up"
+        is_clear = len(found) == 1 or self._terms.on_loss is OnLoss.REGROUP
+        self._blame(self._cause(found[0] if is_clear else None, what))
+
+    # ----------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _is_over(self) -> bool:
+        return self.phase in (Phase.STOPPING, Phase.FINISHED)
+
+    @property
+    def _working(self) -> tuple[NodeId, ...]:
+        """The members of the current generation, unless it is over."""
+        if self._current is None or self.phase not in (Phase.MEETING, Phase.PREPARING, Phase.RUNNING):
+            return ()
+        return self._current.members
+
+    def _members(self) -> list[Node]:
+        return [self._nodes[node] for node in self._working if node in self._nodes]
+
+    def _set(self, node: Node, state: NodeState) -> None:
+        node.state, node.since_s = state, self._now_s
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.phase], (self.phase, phase)
+        self.phase, self._phase_since_s = phase, self._now_s
+
+    def _cause(self, node: NodeId | None, what: str) -> Cause:
+        return Cause(node=node, weight=Weight.FIRM, what=what, noticed_s=self._now_s)
+
+    def _send_to_members(self, message: messages.ToNode) -> None:
+        for node in self._members():
+            self._do(Send(connection=node.connection, message=message))
+
+    def _do(self, *effects: Effect) -> None:
+        self._effects.extend(effects)
+
+    def _write(self, record: events.Record) -> None:
+        self._do(Write(record=record))
 
     def _write_failure(self, cause: Cause, *, is_collateral: bool) -> None:
         self._write(
@@ -629,131 +569,14 @@ class Membership:
             )
         )
 
-    def _stop(self, reason: str, *, exit_code: int, node: NodeId | None, now_s: float) -> None:
-        """Tell everybody that the run is over, and wait for them to leave."""
-        if self.phase in (Phase.STOPPING, Phase.FINISHED):
-            return
-        self._end = Finish(reason=reason, exit_code=exit_code, node=node)
-        self._causes.clear()
-        self._enter(Phase.STOPPING, now_s)
-        for connection in self._by_connection:
-            self._do(Send(connection=connection, message=messages.Stop(reason=reason, exit_code=exit_code)))
-        self._finish_if_alone(now_s)
-
-    def _finish_if_alone(self, now_s: float) -> None:
-        if not self._by_connection:
-            self._finish(now_s)
-
-    def _finish(self, now_s: float) -> None:
-        assert self._end is not None
-        end = self._end
-        self._enter(Phase.FINISHED, now_s)
-        self._write(events.Finished(steps=self.step, reason=end.reason, exit_code=end.exit_code, node=end.node))
-        self._do(end)
-
-    # -------------------------------------------------------------------------------------------------- deadlines
-
-    def _deadlines(self) -> Iterator[tuple[float, Callable[[float], None]]]:
-        """Yield every wait that is going on: when it ends, and what happens then."""
-        limits = self._terms.limits
-        if self.phase is Phase.FINISHED:
-            return
-        if self.phase is Phase.STOPPING:
-            yield self._phase_since_s + limits.stop_s, self._finish
-            return
-        if self._causes:
-            yield self._causes[0].noticed_s + limits.verdict_s, self._pass_verdict
-        for node in self._nodes.values():
-            yield (
-                node.heard_s + limits.heartbeat_s,
-                partial(
-                    self._lose, node, f"the agent of node {node.node} has been silent for {limits.heartbeat_s:.1f} s"
-                ),
-            )
-            if node.stopped_since_s is not None:
-                yield (
-                    node.stopped_since_s + limits.stopped_s,
-                    partial(self._lose, node, f"the worker of node {node.node} has been stopped by a signal (SIGSTOP)"),
-                )
-            if node.state is NodeState.STARTING:
-                yield (
-                    node.since_s + limits.ready_s,
-                    partial(
-                        self._lose,
-                        node,
-                        f"the worker of node {node.node} was not ready {limits.ready_s:.0f} s after joining",
-                    ),
-                )
-            if node.state is NodeState.PREPARING:
-                yield (
-                    node.since_s + limits.prepare_s,
-                    partial(
-                        self._lose, node, f"node {node.node} prepared for {limits.prepare_s:.0f} s without any progress"
-                    ),
-                )
-        match self.phase:
-            case Phase.GATHERING:
-                yield self._phase_since_s + limits.gather_s, self._too_few
-            case Phase.MEETING:
-                error = f"no answer within {limits.fabric_s:.0f} s"
-                yield (
-                    self._phase_since_s + limits.fabric_s,
-                    partial(self._fabric, FabricFailed(generation=self.generation, error=error)),
-                )
-            case Phase.RUNNING if not self._causes:
-                yield self._step_since_s + self._step_limit_s(), self._no_progress
-            case _:
-                pass
-
-    def _step_limit_s(self) -> float:
-        limit_s = self._terms.limits.step_limit_s(self._recent_steps_s)
-        return max(limit_s, self._terms.limits.first_step_s) if self._evaluation is not None else limit_s
-
-    def _lose(self, node: _Node, what: str, now_s: float) -> None:
-        self._blame(Cause(node=node.node, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
-
-    def _too_few(self, now_s: float) -> None:
-        terms = self._terms
-        ready = sorted(node.node for node in self._nodes.values() if node.state is not NodeState.STARTING)
-        what = (
-            f"only {len(ready)} of {terms.num_nodes} nodes were ready after {now_s - self._phase_since_s:.0f} s "
-            f"(ready: {ready}, joined: {sorted(self._nodes)}); start the others, or lower --nodes"
-        )
-        self._fail(Cause(node=None, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
-
-    def _no_progress(self, now_s: float) -> None:
-        """A step, or an evaluation, takes far longer than it may: find out who holds it up."""
-        evaluation = self._evaluation
-        late = [node for node in self.members if node not in self._votes]
-        if evaluation is not None and self.step >= self._terms.steps:
-            late = sorted(evaluation.missing)
-        stopped = [node.node for node in self._member_nodes() if node.stopped_since_s is not None]
-        found = suspects(late, waits=self._waits, stopped=stopped)
-        who = f"node {found[0]} holds it up" if len(found) == 1 else f"one of the nodes {list(found)} holds it up"
-        what = f"no progress for {now_s - self._step_since_s:.1f} s in step {self.step}: {who}"
-        is_clear = len(found) == 1 or self._terms.on_loss is OnLoss.REGROUP
-        node = found[0] if is_clear else None
-        self._blame(Cause(node=node, weight=Weight.FIRM, what=what, noticed_s=now_s), now_s)
-
-    # ----------------------------------------------------------------------------------------------------- helpers
-
-    def _member_nodes(self) -> list[_Node]:
-        return [self._nodes[node] for node in self.members if node in self._nodes]
-
-    def _enter(self, phase: Phase, now_s: float) -> None:
-        assert phase is self.phase or phase in _NEXT[self.phase], (self.phase, phase)
-        if phase is not self.phase or phase is Phase.MEETING:
-            self._phase_since_s = now_s
-        self.phase = phase
-
-    def _do(self, *effects: Effect) -> None:
-        self._effects.extend(effects)
-
-    def _write(self, record: events.Record) -> None:
-        self._do(Write(record=record))
-
     def _ignore(self, reason: str) -> None:
         self._do(Ignored(reason=reason))
+
+    def _ignore_late(self, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
+        self._ignore(
+            f"node {message.node}: {_kind(message)} of generation {message.generation}, step {message.step}; "
+            f"now {self.phase}, generation {self.generation}, step {self.step}"
+        )
 
 
 def _kind(message: messages.ToCoordinator) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from oobleck_jax.elastic.membership import Terms
+from oobleck_jax.elastic.terms import Proposal, Terms
 from oobleck_jax.errors import NotEnoughNodes
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 
@@ -40,14 +40,14 @@ def plan_of(*pipelines: tuple[int, ...], spare: tuple[int, ...] = ()) -> Plan:
     )
 
 
-def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Plan:
+def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
     """Two pipelines when there are nodes enough; at least two nodes; a fifth and later node is spare."""
     if len(nodes) < 2:
         raise NotEnoughNodes(f"{len(nodes)} nodes, but 2 are needed", num_nodes=len(nodes), num_needed=2)
     working, spare = nodes[:4], nodes[4:]
     half = len(working) // 2
     pipelines = (working[:half], working[half:]) if len(working) > 2 else (working,)
-    return plan_of(*pipelines, spare=spare)
+    return Proposal(plan=plan_of(*pipelines, spare=spare), reason=f"{len(pipelines)} pipelines")
 
 
 def terms(**changes: Any) -> Terms:

@@ -1,0 +1,158 @@
+"""One generation: a plan that is carried out. Its barrier, the votes of the step in progress, its evaluations."""
+
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from oobleck_jax import events
+from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.blame import suspects
+from oobleck_jax.elastic.limits import Limits
+from oobleck_jax.elastic.votes import Decision, Fault, decide
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+@dataclass(kw_only=True, slots=True)
+class _Evaluation:
+    """An evaluation in progress."""
+
+    step: int
+    missing: set[NodeId]
+    reports: dict[NodeId, messages.Evaluated] = field(default_factory=dict[NodeId, messages.Evaluated])
+
+
+class Generation:
+    """What the members of one generation have reported, and what that amounts to.
+
+    Pure bookkeeping: it knows of no connection and takes the time as an argument.
+
+    Attributes:
+        number: of the generation.
+        plan: what it carries out.
+        members: the nodes that work in it, ascending; the position is the rank in its fabric.
+        step: the step in progress.
+    """
+
+    def __init__(self, number: int, plan: Plan, *, first_step: int, evaluation_step: int | None, now_s: float) -> None:
+        self.number = number
+        self.plan = plan
+        self.members = tuple(sorted(node for pipeline in plan.pipelines for node in pipeline.nodes))
+        self.step = first_step
+        self._began_s = now_s
+        self._prepared: dict[NodeId, messages.Prepared] = {}
+        self._votes: dict[NodeId, messages.Vote] = {}
+        self._waits: dict[NodeId, NodeId] = {}
+        self._step_since_s = now_s
+        self._recent_steps_s: deque[float] = deque(maxlen=16)
+        self._has_evaluated = False
+        self._evaluation = None if evaluation_step is None else self._new_evaluation(evaluation_step)
+
+    @property
+    def evaluation_step(self) -> int | None:
+        """The committed step whose evaluation is not complete, if there is one."""
+        return None if self._evaluation is None else self._evaluation.step
+
+    def add_prepared(self, prepared: messages.Prepared) -> bool:
+        """Take note of a member that is prepared; return whether all are."""
+        self._prepared[prepared.node] = prepared
+        return len(self._prepared) == len(self.members)
+
+    def run(self, now_s: float) -> events.Prepared:
+        """Let the first step begin; return the record of the preparation."""
+        self._step_since_s = now_s
+        return events.Prepared(
+            generation=self.number,
+            step=self.step,
+            seconds=now_s - self._began_s,
+            num_compilations={node: self._prepared[node].num_compilations for node in self.members},
+            phases={node: self._prepared[node].seconds for node in self.members},
+        )
+
+    def add_waiting(self, waiting: messages.Waiting) -> None:
+        if waiting.node not in self._votes:
+            self._waits[waiting.node] = waiting.waits_for
+
+    def add_vote(self, vote: messages.Vote, *, tokens_per_step: int) -> Decision | Fault | None:
+        """Take note of a vote; return what the step amounts to once all are in."""
+        self._votes[vote.node] = vote
+        self._waits.pop(vote.node, None)
+        if len(self._votes) < len(self.members):
+            return None
+        return decide(self._votes, tokens_per_step=tokens_per_step)
+
+    def has_vote(self, node: NodeId) -> bool:
+        """Whether a node may vote on the step in progress: it is a member, and has not voted yet."""
+        return node in self.members and node not in self._votes
+
+    def commit(self, decision: Decision, *, evaluates: bool, now_s: float) -> events.Committed:
+        """Go on to the next step; return the record of the decision."""
+        step_time_s = now_s - self._step_since_s
+        self._recent_steps_s.append(step_time_s)
+        committed = events.Committed(
+            generation=self.number,
+            step=self.step,
+            loss=decision.loss,
+            grad_norm=decision.global_norm,
+            step_time_s=step_time_s,
+        )
+        if evaluates:
+            self._evaluation = self._new_evaluation(self.step)
+        self.step += 1
+        self._votes.clear()
+        self._waits.clear()
+        self._step_since_s = now_s
+        return committed
+
+    def add_evaluated(self, evaluated: messages.Evaluated, now_s: float) -> events.Evaluated | None:
+        """Take note of an evaluation; return the record once all are in."""
+        assert self._evaluation is not None
+        self._evaluation.missing.remove(evaluated.node)
+        self._evaluation.reports[evaluated.node] = evaluated
+        if self._evaluation.missing:
+            return None
+        reports = [self._evaluation.reports[node] for node in self.members if node in self._evaluation.reports]
+        sums = [report.loss_sum for report in reports if report.loss_sum is not None]
+        num_tokens = sum(report.num_tokens for report in reports)
+        is_finite = len(sums) == len(reports) and num_tokens > 0
+        self._evaluation = None
+        self._has_evaluated = True
+        self._step_since_s = now_s  # the next step begins only now
+        return events.Evaluated(
+            generation=self.number,
+            step=evaluated.step,
+            loss=math.fsum(sums) / num_tokens if is_finite else None,
+            num_tokens=num_tokens,
+        )
+
+    def awaits_evaluation(self, evaluated: messages.Evaluated) -> bool:
+        return (
+            self._evaluation is not None
+            and evaluated.step == self._evaluation.step
+            and evaluated.node in self._evaluation.missing
+        )
+
+    def overdue_s(self, limits: Limits) -> float:
+        """Return when the step, or the evaluation before it, has taken too long."""
+        limit_s = limits.step_limit_s(self._recent_steps_s)
+        if self._evaluation is not None and not self._has_evaluated:
+            limit_s = max(limit_s, limits.first_step_s)
+        return self._step_since_s + limit_s
+
+    def stuck_s(self, now_s: float) -> float:
+        """Return how long the step, or the evaluation before it, has been going on."""
+        return now_s - self._step_since_s
+
+    def held_up_by(self, stopped: Collection[NodeId]) -> tuple[NodeId, ...]:
+        """Return the nodes that may be the reason why nothing goes on: one, where that is clear.
+
+        Args:
+            stopped: members whose worker is stopped by a signal.
+        """
+        late = [node for node in self.members if node not in self._votes]
+        if self._evaluation is not None:
+            late = sorted(self._evaluation.missing)
+        return suspects(late, waits=self._waits, stopped=stopped)
+
+    def _new_evaluation(self, step: int) -> _Evaluation:
+        return _Evaluation(step=step, missing=set(self.plan.holders_of(self.plan.num_layers - 1)))

@@ -1,0 +1,236 @@
+"""A membership machine with simulated nodes: no processes, no sockets, a clock that is a number."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.effects import (
+    ConnectionId,
+    Effect,
+    FabricStarted,
+    Finish,
+    Input,
+    Received,
+    Send,
+    StartFabric,
+    Write,
+)
+from oobleck_jax.elastic.membership import Membership, Phase
+from oobleck_jax.elastic.terms import Terms
+from oobleck_jax.planning.plan import NodeId, Plan
+from tests.elastic.plans import NUM_LAYERS, TOKENS_PER_MICROBATCH, terms
+
+
+R = TypeVar("R")
+
+
+@dataclass
+class Simulation:
+    """A machine, its nodes and its clock, without any process. Messages on a connection stay in order.
+
+    What the machine sends waits in a node's inbox until the node works; what a node says waits in its outbox until it
+    is delivered.
+    """
+
+    terms: Terms
+    now_s: float = 100.0
+    nodes: "dict[ConnectionId, Node]" = field(default_factory=dict)
+    fabrics: list[StartFabric] = field(default_factory=list)
+    history: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = Membership(self.terms, self.now_s)
+
+    def feed(self, given: Input) -> tuple[Effect, ...]:
+        effects = self.machine.handle(given, self.now_s)
+        self.history += effects
+        for effect in effects:
+            match effect:
+                case Send(connection=connection, message=message):
+                    self.nodes[connection].inbox.append(message)
+                case StartFabric():
+                    self.fabrics.append(effect)
+                case _:
+                    pass
+        return effects
+
+    def join(self, node: int | None = None, **changes: Any) -> "Node":
+        connection = ConnectionId(len(self.nodes))
+        values: dict[str, Any] = {"versions": {"jax": "0.10"}, "num_devices": 1, "incarnation": 0, **changes}
+        member = self.nodes[connection] = Node(connection)
+        join = messages.Join(name=f"host-{connection}", node=None if node is None else NodeId(node), **values)
+        self.feed(Received(connection=connection, message=join))
+        return member
+
+    def say(self, node: "Node", message: messages.ToCoordinator) -> tuple[Effect, ...]:
+        return self.feed(Received(connection=node.connection, message=message))
+
+    def start_fabric(self) -> None:
+        wanted = self.fabrics.pop(0)
+        self.feed(FabricStarted(generation=wanted.generation, address="127.0.0.1:1"))
+
+    def deliver(self, node: "Node") -> None:
+        while node.outbox:
+            self.say(node, node.outbox.popleft())
+
+    def round(self) -> None:
+        """Let every node deal with what came in, and hear what it says."""
+        for node in list(self.nodes.values()):
+            node.work()
+            self.deliver(node)
+
+    def pump(self) -> None:
+        """Let everything happen that needs no time and no fault, until nothing is left to do."""
+        while True:
+            busy = any(node.is_alive and (node.inbox or node.outbox) for node in self.nodes.values())
+            if not busy and not self.fabrics:
+                return
+            if self.fabrics:
+                self.start_fabric()
+            self.round()
+
+    def records(self, kind: type[R]) -> list[R]:
+        return [
+            effect.record for effect in self.history if isinstance(effect, Write) and isinstance(effect.record, kind)
+        ]
+
+    def sent(self, kind: type[R]) -> list[R]:
+        return [
+            effect.message for effect in self.history if isinstance(effect, Send) and isinstance(effect.message, kind)
+        ]
+
+    @property
+    def end(self) -> Finish | None:
+        return next((effect for effect in self.history if isinstance(effect, Finish)), None)
+
+
+class Node:
+    """A node that does what it is told, and checks that it may."""
+
+    def __init__(self, connection: ConnectionId) -> None:
+        self.connection = connection
+        self.inbox: deque[messages.ToNode] = deque()
+        self.outbox: deque[messages.ToCoordinator] = deque()
+        self.is_alive = True
+        self.has_agent = True
+        self.is_stopped = False  # by a signal, as its agent sees it
+        self.id = NodeId(-1)
+        self.plan: Plan | None = None
+        self.generation = 0
+        self.state_step: dict[int, int] = {}  # of each layer it holds: the step that was applied last
+
+    def work(self) -> None:
+        """Deal with what came in."""
+        while self.inbox and self.is_alive:
+            self._take(self.inbox.popleft())
+
+    def _take(self, message: messages.ToNode) -> None:
+        match message:
+            case messages.Welcome():
+                self.id = message.node
+                self.outbox.append(ready(self.id))
+            case messages.Begin():
+                assert message.generation > self.generation, "M1: an old generation came back"
+                me = next(member for member in message.members if member.node == self.id)
+                for layer in me.holds:
+                    assert self.state_step[layer] == message.step - 1, "M2: believed to hold a state that it has not"
+                self.plan, self.generation, self.begin = message.plan, message.generation, message
+                self.outbox.append(prepared(self.id, message.generation))
+            case messages.Run() if message.generation == self.generation:
+                assert self.plan is not None
+                # It has copied what it did not hold, and drops what it need not.
+                self.state_step = dict.fromkeys(self.plan.layers_of(self.id), message.step - 1)
+                if self.begin.evaluate_first:
+                    self._evaluate(message.step - 1)
+                self._vote(message.step)
+            case messages.Commit():
+                assert message.generation == self.generation, "M2: a commit of a generation that is over"
+                for layer, step in self.state_step.items():
+                    assert step == message.step - 1, "M2: a step is applied twice, or one is left out"
+                    self.state_step[layer] = message.step
+                self._evaluate(message.step)
+                self._vote(message.step + 1)
+            case messages.Stop() | messages.Refused():
+                self.is_alive = False
+            case _:
+                pass
+
+    def _vote(self, step: int) -> None:
+        assert self.plan is not None
+        self.outbox.append(vote(self.id, self.plan, self.generation, step))
+
+    def _evaluate(self, step: int) -> None:
+        assert self.plan is not None
+        if self.id in self.plan.holders_of(NUM_LAYERS - 1):
+            self.outbox.append(
+                messages.Evaluated(node=self.id, generation=self.generation, step=step, loss_sum=2.0, num_tokens=2)
+            )
+
+
+def ready(node: NodeId, incarnation: int = 0, num_devices: int = 1) -> messages.WorkerReady:
+    return messages.WorkerReady(
+        node=node,
+        incarnation=incarnation,
+        link_address=f"127.0.0.1:{5000 + node}",
+        num_devices=num_devices,
+        device_kind="cpu",
+        peak_memory_bytes=1,
+    )
+
+
+def prepared(node: NodeId, generation: int) -> messages.Prepared:
+    return messages.Prepared(node=node, generation=generation, num_compilations=0, seconds={})
+
+
+def vote(node: NodeId, plan: Plan, generation: int, step: int, **changes: Any) -> messages.Vote:
+    num_tokens = sum(
+        pipeline.num_microbatches * TOKENS_PER_MICROBATCH
+        for pipeline in plan.pipelines
+        if pipeline.node_of(len(pipeline.template.stages) - 1) == node
+    )
+    values: dict[str, Any] = {
+        "loss_sum": 3.0 * num_tokens,
+        "num_tokens": num_tokens,
+        "is_finite": True,
+        "groups": tuple(
+            messages.GroupReport(group=f"layer {layer}", squared_norm=1.0, checksum=step)
+            for layer in plan.layers_of(node)
+        ),
+        "seconds": {},
+    }
+    return messages.Vote(node=node, generation=generation, step=step, **{**values, **changes})
+
+
+def exited(node: NodeId, exit_code: int, incarnation: int = 0) -> messages.WorkerExited:
+    return messages.WorkerExited(node=node, incarnation=incarnation, exit_code=exit_code, log_tail="")
+
+
+def failure(node: NodeId, error: str, blames: NodeId | None = None) -> messages.Failed:
+    return messages.Failed(node=node, generation=1, error=error, traceback="traceback", blames=blames)
+
+
+def running(num_nodes: int = 3, **changes: Any) -> tuple[Simulation, list[Node]]:
+    """A run in its first step; no node has voted."""
+    simulation = Simulation(terms(**{"num_nodes": num_nodes, "steps": 1000, **changes}))
+    nodes = [simulation.join(node) for node in range(num_nodes)]
+    simulation.round()
+    simulation.start_fabric()
+    simulation.round()
+    for node in nodes:
+        node.work()
+    assert simulation.machine.phase is Phase.RUNNING
+    return simulation, nodes
+
+
+def committing(num_steps: int, **changes: Any) -> tuple[Simulation, list[Node]]:
+    """A run that has committed some steps, one second each."""
+    simulation, nodes = running(**changes)
+    for _ in range(num_steps):
+        simulation.now_s += 1.0
+        for node in nodes:
+            simulation.deliver(node)
+        for node in nodes:
+            node.work()
+    assert simulation.machine.step == num_steps
+    return simulation, nodes

@@ -1,0 +1,293 @@
+"""Properties M1 to M4 of the membership machine, whatever happens in whatever order.
+
+Hypothesis plays a cluster: nodes join, work, are killed, cut off, frozen and come back; messages are late, of dead
+connections, or lies about the generation; time passes. Both policies are played. The simulated nodes check from their
+side that no step is undone, left out or applied twice (simulation.py).
+"""
+
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from oobleck_jax import events
+from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.effects import (
+    Disconnected,
+    FabricFailed,
+    Finish,
+    Interrupted,
+    Send,
+    StartFabric,
+    Tick,
+    Write,
+)
+from oobleck_jax.elastic.membership import Phase
+from oobleck_jax.elastic.terms import OnLoss
+from tests.elastic.plans import terms
+from tests.elastic.simulation import Node, Simulation, exited, failure, vote
+
+
+class AnyRun(RuleBasedStateMachine):
+    """Whatever can happen to a run."""
+
+    check: Callable[[Simulation], None]
+
+    @initialize(
+        on_loss=st.sampled_from([OnLoss.REGROUP, OnLoss.REGROUP, OnLoss.STOP]),
+        num_faults=st.integers(0, 4),
+        num_nodes=st.integers(2, 5),
+        steps=st.integers(1, 6),
+        eval_every=st.integers(1, 3),
+    )
+    def begin(self, on_loss: OnLoss, num_faults: int, num_nodes: int, steps: int, eval_every: int) -> None:
+        self.faults_left = num_faults
+        self.simulation = Simulation(
+            terms(
+                on_loss=on_loss,
+                num_nodes=num_nodes,
+                steps=steps,
+                evaluates_after=lambda step: (step + 1) % eval_every == 0,
+            )
+        )
+        for _ in range(num_nodes):
+            self.simulation.join()
+        self.play_on(num_rounds=1)
+
+    def pick(self, index: int) -> Node:
+        nodes = list(self.simulation.nodes.values())
+        return nodes[index % len(nodes)]
+
+    index = st.integers(0, 7)
+
+    @rule(num_rounds=st.integers(1, 5))
+    def play_on(self, num_rounds: int) -> None:
+        """Everybody does a bit."""
+        for _ in range(num_rounds):
+            if self.simulation.fabrics:
+                self.simulation.start_fabric()
+            self.simulation.round()
+
+    @rule(seconds=st.floats(0.01, 2.0))
+    def play_slowly(self, seconds: float) -> None:
+        self.time_passes(seconds)
+        self.play_on(num_rounds=2)
+
+    @rule(index=index)
+    def work(self, index: int) -> None:
+        """One node does its work, but is not heard yet."""
+        self.pick(index).work()
+
+    @rule(index=index)
+    def deliver_one(self, index: int) -> None:
+        """One message arrives; its sender may be gone by now."""
+        node = self.pick(index)
+        if node.outbox:
+            self.simulation.say(node, node.outbox.popleft())
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index, exit_code=st.sampled_from([-9, -6, 0, 1]))
+    def worker_dies(self, index: int, exit_code: int) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        if node.is_alive and node.id >= 0:
+            node.is_alive = False
+            node.outbox.append(exited(node.id, exit_code))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index, is_collateral=st.booleans())
+    def worker_raises(self, index: int, is_collateral: bool) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        if node.is_alive and node.id >= 0:
+            node.is_alive = False
+            node.outbox.append(failure(node.id, "PeerLost: gone" if is_collateral else "ValueError: boom"))
+            node.outbox.append(exited(node.id, 1))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index)
+    def connection_breaks(self, index: int) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        node.is_alive = node.has_agent = False
+        self.simulation.feed(Disconnected(connection=node.connection, reason="reset by peer"))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index)
+    def worker_is_stopped(self, index: int) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        node.is_alive, node.is_stopped = False, True
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index)
+    def node_freezes(self, index: int) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        node.is_alive = node.has_agent = False
+
+    @rule(wish=st.none() | st.integers(0, 4))
+    def node_joins(self, wish: int | None) -> None:
+        if len(self.simulation.nodes) < 12:
+            self.simulation.join(wish)
+
+    @precondition(lambda self: any(not node.is_alive for node in self.simulation.nodes.values()))
+    @rule()
+    def node_comes_back(self) -> None:
+        if len(self.simulation.nodes) < 12:
+            self.simulation.join()
+            self.play_on(num_rounds=3)
+
+    @rule(index=index, generation=st.integers(0, 4), step=st.integers(0, 6))
+    def node_votes_for_anything(self, index: int, generation: int, step: int) -> None:
+        node = self.pick(index)
+        machine = self.simulation.machine
+        if node.plan is not None and (generation, step) != (machine.generation, machine.step):
+            self.simulation.say(node, vote(node.id, node.plan, generation, step))
+            self.simulation.say(
+                node, messages.Waiting(node=node.id, generation=generation, step=step, waits_for=node.id)
+            )
+
+    @precondition(lambda self: self.faults_left and self.simulation.fabrics)
+    @rule(error=st.just("no port"))
+    def fabric_fails(self, error: str) -> None:
+        self.faults_left -= 1
+        wanted = self.simulation.fabrics.pop(0)
+        if len(self.simulation.nodes) % 3 == 0:  # not too often, since that is the end
+            self.simulation.feed(FabricFailed(generation=wanted.generation, error=error))
+        else:
+            self.simulation.fabrics.append(wanted)
+
+    @rule(seconds=st.floats(0.01, 20.0))
+    def time_passes(self, seconds: float) -> None:
+        end_s = self.simulation.now_s + seconds
+        while self.simulation.now_s < end_s:
+            self.simulation.now_s = min(end_s, self.simulation.now_s + 2.0)
+            for node in self.simulation.nodes.values():
+                if node.has_agent and node.id >= 0:
+                    self.simulation.say(node, messages.Heartbeat(node=node.id, is_worker_stopped=node.is_stopped))
+
+    @precondition(lambda self: self.faults_left and len(self.simulation.nodes) > 6)
+    @rule()
+    def user_interrupts(self) -> None:
+        self.faults_left -= 1
+        self.simulation.feed(Interrupted(reason="interrupted", exit_code=130))
+
+    def teardown(self) -> None:
+        if hasattr(self, "simulation"):
+            type(self).check(self.simulation)
+
+
+def whatever_happens(check: Callable[[Simulation], None], *, max_examples: int = 60) -> None:
+    """Play many runs, the same ones each time, and check each of them at its end."""
+    machine = type("AnyRun", (AnyRun,), {"check": staticmethod(check)})
+    profile = settings(
+        max_examples=max_examples, stateful_step_count=40, deadline=None, database=None, derandomize=True
+    )
+    run_state_machine_as_test(machine, settings=profile)
+
+
+def test_generations_only_grow_M1() -> None:
+    def check(simulation: Simulation) -> None:
+        planned = [record.generation for record in simulation.records(events.Planned)]
+        assert planned == list(range(1, len(planned) + 1))
+        last = 0
+        for effect in simulation.history:
+            match effect:
+                case StartFabric(generation=generation):
+                    assert generation > last
+                    last = generation
+                case Send(
+                    message=messages.Begin() | messages.Run() | messages.Commit() | messages.Abandon() as message
+                ):
+                    assert message.generation == last
+                case _:
+                    pass
+
+    whatever_happens(check)
+
+
+def test_a_committed_step_is_never_undone_and_never_done_twice_M2() -> None:
+    def check(simulation: Simulation) -> None:
+        num_committed, decided = 0, (0, -1)
+        for effect in simulation.history:
+            match effect:
+                case Write(record=events.Committed() as record):
+                    assert record.step == num_committed
+                    num_committed += 1
+                    decided = (record.generation, record.step)
+                case Send(message=messages.Commit() as commit):
+                    assert (commit.generation, commit.step) == decided, "sent before it was written"
+                case Send(message=messages.Begin() | messages.Run() as message):
+                    assert message.step == num_committed
+                case Finish(exit_code=0):
+                    assert num_committed == simulation.terms.steps
+                case _:
+                    pass
+
+    whatever_happens(check)
+
+
+def test_every_change_has_a_reason_M3() -> None:
+    def check(simulation: Simulation) -> None:
+        for effect in simulation.history:
+            match effect:
+                case Write(record=events.Planned() as record):
+                    assert record.reason
+                    assert record.plan_reason
+                case Write(record=events.Failed() as record):
+                    assert record.cause
+                case Write(
+                    record=events.Abandoned() | events.Rejected() | events.Gathering() | events.Finished() as record
+                ):
+                    assert record.reason
+                case Send(message=messages.Stop() | messages.Refused() | messages.Abandon() as message):
+                    assert message.reason
+                case Finish():
+                    assert effect.reason
+                case _:
+                    pass
+        # A run that failed says so in exactly one record that is not a consequence of another, if it may lose nobody.
+        guilty = [record for record in simulation.records(events.Failed) if not record.is_collateral]
+        if simulation.terms.on_loss is OnLoss.STOP and simulation.end and simulation.end.exit_code == 1:
+            assert [record.cause for record in guilty] == [simulation.end.reason]
+
+    whatever_happens(check)
+
+
+def test_nobody_waits_without_a_deadline_M4() -> None:
+    def check(simulation: Simulation) -> None:
+        """With nothing but time, the machine comes to its end: every phase has a deadline, and none is forgotten."""
+        for _ in range(60):
+            if simulation.machine.phase is Phase.FINISHED:
+                break
+            assert math.isfinite(simulation.machine.wake_s)
+            simulation.now_s = max(simulation.now_s, simulation.machine.wake_s)
+            simulation.feed(Tick())
+        assert simulation.machine.phase is Phase.FINISHED
+        assert simulation.machine.wake_s == math.inf
+        assert simulation.end is not None
+        assert simulation.feed(Tick()) == ()
+
+    whatever_happens(check)
+
+
+def test_the_simulation_reaches_what_the_properties_are_about() -> None:
+    """The other tests would prove little if runs never committed, recovered or ended."""
+    seen: set[str] = set()
+
+    def check(simulation: Simulation) -> None:
+        seen.add(f"policy {simulation.terms.on_loss}")
+        if simulation.end:
+            seen.add(f"exit {simulation.end.exit_code}")
+        if simulation.records(events.Committed):
+            seen.add("commits")
+        if any(record.generation > 1 for record in simulation.records(events.Committed)):
+            seen.add("commits after a recovery")
+        if any("ready to take part" in record.reason for record in simulation.records(events.Planned)):
+            seen.add("newcomers")
+
+    whatever_happens(check, max_examples=150)
+    assert {"commits", "commits after a recovery", "exit 0", "exit 1", "newcomers"} <= seen
