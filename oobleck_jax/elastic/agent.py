@@ -40,6 +40,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_authority: str | None = None  # file of certificates to trust; None: no TLS
     worker_command: tuple[str, ...] = WORKER_COMMAND
     log_dir: str | None = None  # where node-K.log goes; None: the output of this process
+    compilation_cache: str | None = None  # folder of compiled programs that all nodes of this host share
     connect_s: float = 60.0  # keep trying to reach the coordinator
     heartbeat_s: float = 0.5  # between two signs of life
     silence_s: float = 20.0  # a coordinator that answers no ping for so long is gone
@@ -121,9 +122,7 @@ async def _join(socket: aiohttp.ClientWebSocketResponse, options: AgentOptions) 
     answer = messages.decode_to_node(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
     match answer:
         case messages.Welcome():
-            # The address this host uses towards the coordinator is one that the other nodes reach, too.
-            host = socket.get_extra_info("sockname")[0]
-            return msgspec.structs.replace(answer, host=host)
+            return answer
         case messages.Refused():
             raise RunFailed(f"the coordinator refused {options.name}: {answer.reason}")
         case _:
@@ -144,8 +143,13 @@ class _Agent:
 
     async def run(self) -> int:
         log_path = Path(self._options.log_dir) / f"node-{self._node}.log" if self._options.log_dir else None
+        # The address this host uses towards the coordinator is one that the other nodes reach, too.
+        host = self._socket.get_extra_info("sockname")[0]
+        command = [*self._options.worker_command, "--host", host, "--incarnation", str(self._incarnation)]
+        if self._options.compilation_cache:
+            command += ["--compilation-cache", self._options.compilation_cache]
         worker = await WorkerProcess.start(
-            self._options.worker_command, self._welcome, num_devices=self._options.num_devices, log_path=log_path
+            command, self._welcome, num_devices=self._options.num_devices, log_path=log_path
         )
         tasks = [
             asyncio.create_task(self._heartbeats(worker)),

@@ -27,6 +27,7 @@ class Cause:
     """One piece of evidence."""
 
     node: NodeId | None  # None: no single node
+    blames: NodeId | None = None  # the node that `node` says it lost or waited for
     weight: Weight
     what: str  # a sentence without its full stop; names the node
     detail: str = ""  # log tail or traceback
@@ -51,7 +52,14 @@ def cause_of_failure(failed: messages.Failed, now_s: float) -> Cause:
     """Explain what a worker says of its own end."""
     weight = Weight.COLLATERAL if failed.is_collateral else Weight.OWN
     what = f"the worker of node {failed.node} failed: {failed.error}"
-    return Cause(node=failed.node, weight=weight, what=what, detail=failed.traceback, noticed_s=now_s)
+    return Cause(
+        node=failed.node,
+        blames=failed.blames,
+        weight=weight,
+        what=what,
+        detail=failed.traceback,
+        noticed_s=now_s,
+    )
 
 
 def describe_exit(exit_code: int) -> str:
@@ -67,19 +75,20 @@ def describe_exit(exit_code: int) -> str:
 
 
 def suspects(
-    late: Collection[NodeId], *, waits: Mapping[NodeId, NodeId], stopped: Collection[NodeId] = ()
+    late: Collection[NodeId], *, waits: Mapping[NodeId, Collection[NodeId]], stopped: Collection[NodeId] = ()
 ) -> tuple[NodeId, ...]:
     """Return the nodes that may hold up a step, ascending: one where it is clear.
 
     Args:
         late: the nodes that have not done their part.
-        waits: for nodes that say so, the node they wait for.
+        waits: for nodes that say so, the nodes they wait for.
         stopped: nodes whose worker is stopped by a signal.
     """
     if found := [node for node in late if node in stopped]:
         return tuple(sorted(found))
     # Others wait for it, and it waits for nobody: it is busy with something that does not end.
-    if found := {awaited for awaited in waits.values() if awaited in late and awaited not in waits}:
+    awaited = {node for nodes in waits.values() for node in nodes}
+    if found := [node for node in late if node in awaited and node not in waits]:
         return tuple(sorted(found))
     silent = [node for node in late if node not in waits]
     return tuple(sorted(silent or late))

@@ -10,12 +10,13 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 
 _PR_SET_PDEATHSIG = 1  # Linux: the signal survives exec
 
 
-def child_command(command: tuple[str, ...], *, cores: tuple[int, ...]) -> tuple[str, ...]:
+def child_command(command: Sequence[str], *, cores: tuple[int, ...]) -> tuple[str, ...]:
     """Return the command that runs `command` as a child of this process, bound to its life and to some cores."""
     options = ["--parent", str(os.getpid())]
     if cores:

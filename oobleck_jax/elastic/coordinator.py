@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -48,18 +49,25 @@ _JOIN_S = 10.0  # a connection that has not asked to join by then is closed
 _LATE_S = 1.0  # a timer that fires so late tells that this process, not the nodes, stood still
 
 
+class FabricService(Protocol):
+    """JAX's coordination service of a generation."""
+
+    def close(self) -> None:
+        """Stop it; may block for some seconds. Kills every node that has not left it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Services:
     """What the coordinator is given by the rest of the program.
 
     Attributes:
-        start_fabric: starts JAX's coordination service on "host:port" for a number of nodes; may block. What it returns
-            is kept as long as the generation needs it.
+        start_fabric: starts JAX's coordination service on "host:port" for a number of nodes; may block.
         fabric_host: the address of this machine as the nodes reach it.
         record: takes every record, in order; a commit decision must be on its way to disk when it returns.
     """
 
-    start_fabric: Callable[[str, int], object]
+    start_fabric: Callable[[str, int], FabricService]
     fabric_host: str
     record: Callable[[events.Record], None]
 
@@ -105,7 +113,7 @@ class Coordinator:
         self._outgoing: dict[ConnectionId, asyncio.Queue[messages.ToNode | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._fabric: object = None
+        self._fabrics: dict[int, FabricService] = {}  # by generation
 
     async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> Finish:
         """Serve nodes until the run is over; return how it ended.
@@ -129,7 +137,6 @@ class Coordinator:
             await runner.cleanup()
             for task in self._tasks:
                 task.cancel()
-            self._fabric = None
 
     def interrupt(self, reason: str, exit_code: int) -> None:
         """End the run early, in good order."""
@@ -153,6 +160,8 @@ class Coordinator:
                         self._spawn(self._start_fabric(effect))
                     case Write():
                         self._services.record(effect.record)
+                        if isinstance(effect.record, events.Prepared):
+                            self._spawn(self._close_fabrics(before=effect.record.generation))
                     case Ignored():
                         logger.info("ignored: %s", effect.reason)
                     case Finish():
@@ -187,11 +196,15 @@ class Coordinator:
             except (OSError, RuntimeError) as error:
                 given = FabricFailed(generation=wanted.generation, error=f"{type(error).__name__}: {error}")
                 continue
-            # The one before is dropped only now: its nodes have left it when their generation ran.
-            self._fabric = fabric
+            self._fabrics[wanted.generation] = fabric
             given = FabricStarted(generation=wanted.generation, address=address)
             break
         self._feed(given)
+
+    async def _close_fabrics(self, before: int) -> None:
+        """Close the services of earlier generations: whoever is alive has left them once a later one runs."""
+        for generation in [number for number in self._fabrics if number < before]:
+            await asyncio.to_thread(self._fabrics.pop(generation).close)
 
     # ------------------------------------------------------------------------------------------------ connections
 

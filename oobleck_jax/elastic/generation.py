@@ -13,6 +13,9 @@ from oobleck_jax.elastic.votes import Decision, Fault, decide
 from oobleck_jax.planning.plan import NodeId, Plan
 
 
+_WAITING_S = 2.5  # a wait that has not been told of again for so long is over; it is repeated every second
+
+
 @dataclass(kw_only=True, slots=True)
 class _Evaluation:
     """An evaluation in progress."""
@@ -42,7 +45,7 @@ class Generation:
         self._began_s = now_s
         self._prepared: dict[NodeId, messages.Prepared] = {}
         self._votes: dict[NodeId, messages.Vote] = {}
-        self._waits: dict[NodeId, NodeId] = {}
+        self._waits: dict[NodeId, dict[NodeId, float]] = {}  # for whom a node waits, and when it last said so
         self._step_since_s = now_s
         self._recent_steps_s: deque[float] = deque(maxlen=16)
         self._has_evaluated = False
@@ -69,9 +72,8 @@ class Generation:
             phases={node: self._prepared[node].seconds for node in self.members},
         )
 
-    def add_waiting(self, waiting: messages.Waiting) -> None:
-        if waiting.node not in self._votes:
-            self._waits[waiting.node] = waiting.waits_for
+    def add_waiting(self, waiting: messages.Waiting, now_s: float) -> None:
+        self._waits.setdefault(waiting.node, {})[waiting.waits_for] = now_s
 
     def add_vote(self, vote: messages.Vote, *, tokens_per_step: int) -> Decision | Fault | None:
         """Take note of a vote; return what the step amounts to once all are in."""
@@ -143,7 +145,7 @@ class Generation:
         """Return how long the step, or the evaluation before it, has been going on."""
         return now_s - self._step_since_s
 
-    def held_up_by(self, stopped: Collection[NodeId]) -> tuple[NodeId, ...]:
+    def held_up_by(self, stopped: Collection[NodeId], now_s: float) -> tuple[NodeId, ...]:
         """Return the nodes that may be the reason why nothing goes on: one, where that is clear.
 
         Args:
@@ -152,7 +154,12 @@ class Generation:
         late = [node for node in self.members if node not in self._votes]
         if self._evaluation is not None:
             late = sorted(self._evaluation.missing)
-        return suspects(late, waits=self._waits, stopped=stopped)
+        waits = {
+            node: [awaited for awaited, said_s in told.items() if now_s - said_s < _WAITING_S]
+            for node, told in self._waits.items()
+            if node in late
+        }
+        return suspects(late, waits={node: nodes for node, nodes in waits.items() if nodes}, stopped=stopped)
 
     def _new_evaluation(self, step: int) -> _Evaluation:
         return _Evaluation(step=step, missing=set(self.plan.holders_of(self.plan.num_layers - 1)))

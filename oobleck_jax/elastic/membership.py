@@ -263,7 +263,7 @@ class Membership:
                     self._write(evaluated)
                     self._stop_if_done(current)
             case messages.Waiting() if message.step == current.step:
-                current.add_waiting(message)
+                current.add_waiting(message, self._now_s)
             case messages.Vote() if message.step == current.step < self._terms.steps and current.has_vote(message.node):
                 match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
                     case Decision() as decision:
@@ -420,34 +420,39 @@ class Membership:
 
     def _blame(self, cause: Cause) -> None:
         """Answer one piece of evidence that a node is lost, by the policy."""
-        if self._terms.on_loss is OnLoss.REGROUP:
-            return self._exclude(cause)
         self._causes.append(cause)
-        if cause.weight is Weight.FIRM:
+        # To regroup costs little: wait only where it may be nobody's fault. To stop is final: wait for certainty.
+        enough = Weight.OWN if self._terms.on_loss is OnLoss.REGROUP else Weight.FIRM
+        if cause.weight >= enough:
             self._pass_verdict()
-        return None
 
     def _pass_verdict(self) -> None:
-        """The evidence is in: the first cause ends the run, the others are its consequences."""
+        """The evidence is in: the first cause counts, the others are its consequences."""
         first = first_cause(self._causes)
         for cause in self._causes:
             if cause is not first:
                 self._write_failure(cause, is_collateral=True)
-        self._fail(first)
+        self._causes.clear()
+        if self._terms.on_loss is OnLoss.STOP:
+            return self._fail(first)
+        self._write_failure(first, is_collateral=False)
+        # Who only lost a peer is fine, and waits; if the peer is not to be found, all of them may try again.
+        guilty = first.node if first.weight is not Weight.COLLATERAL else first.blames
+        if guilty is not None and guilty in self._nodes:
+            return self._exclude(self._nodes[guilty], first.what)
+        if self._working:
+            return self._regroup(first.what)
+        return None
 
-    def _exclude(self, cause: Cause) -> None:
+    def _exclude(self, node: Node, reason: str) -> None:
         """Go on without a node."""
-        assert cause.node is not None
-        node = self._nodes.pop(cause.node, None)
-        if node is None:
-            return
-        self._write_failure(cause, is_collateral=cause.weight is Weight.COLLATERAL)
+        del self._nodes[node.node]
         self._holdings.pop(node.node, None)
         if self._by_connection.pop(node.connection, None):
-            stop = messages.Stop(reason=f"excluded: {cause.what}", exit_code=1)
+            stop = messages.Stop(reason=f"excluded: {reason}", exit_code=1)
             self._do(Send(connection=node.connection, message=stop), Close(connection=node.connection))
         if node.node in self._working:
-            self._regroup(cause.what)
+            self._regroup(reason)
 
     def _fail(self, cause: Cause) -> None:
         """End the run for a cause."""
@@ -515,7 +520,8 @@ class Membership:
 
     def _no_progress(self, current: Generation) -> None:
         """A step, or an evaluation, takes far longer than it may: find out who holds it up."""
-        found = current.held_up_by([node.node for node in self._members() if node.stopped_since_s is not None])
+        stopped = [node.node for node in self._members() if node.stopped_since_s is not None]
+        found = current.held_up_by(stopped, self._now_s)
         who = f"node {found[0]} holds" if len(found) == 1 else f"one of the nodes {list(found)} holds"
         what = f"no progress for {current.stuck_s(self._now_s):.1f} s in step {current.step}: {who} it up"
         is_clear = len(found) == 1 or self._terms.on_loss is OnLoss.REGROUP

@@ -136,7 +136,7 @@ class Evaluated(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A worker cannot go on; it exits after this."""
+    """A worker cannot go on. It exits after this, or, where this is collateral, waits for `Abandon` or `Stop`."""
 
     node: NodeId
     generation: int
@@ -165,7 +165,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     config_json: str  # preset reference and all its fields, from config_to_json
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
-    host: str = "127.0.0.1"  # where the other nodes reach this one; filled in by its agent
 
 
 class Refused(Message, frozen=True, kw_only=True):

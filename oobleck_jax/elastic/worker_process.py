@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from oobleck_jax.elastic import messages
@@ -44,7 +44,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, command: tuple[str, ...], welcome: messages.Welcome, *, num_devices: int, log_path: Path | None
+        cls, command: Sequence[str], welcome: messages.Welcome, *, num_devices: int, log_path: Path | None
     ) -> "WorkerProcess":
         """Start a worker and send it its first line.
 
@@ -58,7 +58,7 @@ class WorkerProcess:
         with theirs, contextlib.ExitStack() as stack:
             log = stack.enter_context(log_path.open("ab")) if log_path else None
             process = subprocess.Popen(
-                child_command((*command, "--control-fd", str(theirs.fileno())), cores=welcome.cores),
+                child_command([*command, "--control-fd", str(theirs.fileno())], cores=welcome.cores),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
@@ -137,5 +137,5 @@ def worker_environment(environment: Mapping[str, str], *, num_threads: int, num_
         flags.append("--xla_cpu_multi_thread_eigen=false")
     if num_devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={num_devices}")
-    ours = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    ours = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     return {**ours, **environment, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}

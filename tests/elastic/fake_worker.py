@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--fault")
     parser.add_argument("--step-s", type=float, default=0.005)
-    options = parser.parse_args()
+    options, _ = parser.parse_known_args()
     Worker(options).run()
 
 

@@ -59,17 +59,17 @@ def test_a_failure_knows_whether_it_is_a_consequence(error: str, blames: NodeId 
     ("late", "waits", "stopped", "expected"),
     [
         ((0, 1, 2), {}, (2,), (2,)),  # a stopped worker explains everything
-        ((0, 1, 2), {0: 1, 2: 1}, (), (1,)),  # the others wait for it, it waits for nobody
-        ((0, 1, 2, 3), {0: 1, 1: 2}, (), (2,)),  # at the end of a chain
-        ((0, 1), {0: 1, 1: 0}, (), (0, 1)),  # they wait for each other
-        ((0, 1, 2), {0: 2}, (), (2,)),
-        ((0, 1), {0: 3}, (), (1,)),  # node 3 has done its part; node 1 does not say why it is late
+        ((0, 1, 2), {0: [1], 2: [1]}, (), (1,)),  # the others wait for it, it waits for nobody
+        ((0, 1, 2, 3), {0: [1], 1: [2, 0]}, (), (2,)),  # at the end of a chain
+        ((0, 1), {0: [1], 1: [0]}, (), (0, 1)),  # they wait for each other
+        ((0, 1, 2), {0: [2]}, (), (2,)),
+        ((0, 1), {0: [3]}, (), (1,)),  # node 3 has done its part; node 1 does not say why it is late
         ((1, 0), {}, (), (0, 1)),
     ],
 )
 def test_the_node_at_the_end_of_the_chain_of_waits_is_the_suspect(
     late: tuple[NodeId, ...],
-    waits: dict[NodeId, NodeId],
+    waits: dict[NodeId, list[NodeId]],
     stopped: tuple[NodeId, ...],
     expected: tuple[int, ...],
 ) -> None:

@@ -240,12 +240,15 @@ def test_the_node_that_the_others_wait_for_is_blamed() -> None:
     simulation, nodes = committing(3)
     for node in nodes:
         node.outbox.clear()
-    for node in (nodes[0], nodes[2]):
-        simulation.say(node, messages.Waiting(node=node.id, generation=1, step=3, waits_for=NodeId(1)))
+    first, _, third = nodes
+    simulation.say(first, messages.Waiting(node=first.id, generation=1, step=3, waits_for=NodeId(2)))
     for _ in range(13):  # the limit is 6 s here: four times the usual second is less
         simulation.now_s += 0.5
         for node in nodes:
             simulation.say(node, messages.Heartbeat(node=node.id))
+        if simulation.now_s > 106.0:  # what the first said before is over
+            for node in (first, third):
+                simulation.say(node, messages.Waiting(node=node.id, generation=1, step=3, waits_for=NodeId(1)))
     (failed,) = simulation.records(events.Failed)
     assert failed.node == 1
     assert failed.cause == "no progress for 6.0 s in step 3: node 1 holds it up"
@@ -289,6 +292,25 @@ def test_survivors_redo_the_step_in_the_next_generation() -> None:
     assert [(member.node, member.holds) for member in begin.members] == [(0, (0, 1)), (2, (0, 1)), (3, (2, 3))]
     simulation.round()
     assert [record.step for record in simulation.records(events.Committed)][:3] == [0, 1, 2]
+
+
+def test_who_only_lost_a_peer_stays_and_the_peer_is_excluded() -> None:
+    simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
+    simulation.say(nodes[0], failure(nodes[0].id, "PeerLost: the link broke", blames=nodes[1].id))
+    assert simulation.machine.generation == 1  # a better cause may come
+    simulation.now_s += simulation.terms.limits.verdict_s
+    simulation.feed(Tick())
+    planned = simulation.records(events.Planned)[-1]
+    assert (planned.generation, planned.plan.nodes) == (2, (0, 2, 3))
+
+
+def test_if_nobody_is_found_to_be_lost_all_try_again() -> None:
+    simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
+    simulation.say(nodes[0], failure(nodes[0].id, "Stalled: nothing came"))
+    simulation.now_s += simulation.terms.limits.verdict_s
+    simulation.feed(Tick())
+    planned = simulation.records(events.Planned)[-1]
+    assert (planned.generation, planned.plan.nodes) == (2, (0, 1, 2, 3))
 
 
 def test_a_layer_without_a_holder_ends_the_run() -> None:

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from oobleck_jax.elastic.messages import GroupReport, Vote, decode_to_coordinator, encode
@@ -6,7 +7,7 @@ from oobleck_jax.elastic.votes import Decision, Fault, decide
 from oobleck_jax.planning.plan import NodeId
 
 
-def vote(node: int, *, norms: dict[str, float | None], num_tokens: int = 0, **changes: Any) -> Vote:
+def vote(node: int, *, norms: Mapping[str, float | None], num_tokens: int = 0, **changes: Any) -> Vote:
     values: dict[str, Any] = {
         "loss_sum": 2.0 * num_tokens,
         "is_finite": True,

@@ -16,6 +16,6 @@ def test_a_worker_with_all_cores_and_one_device_gets_no_flags() -> None:
 
 
 def test_the_user_decides_how_much_xla_logs() -> None:
-    assert worker_environment({}, num_threads=0, num_devices=1)["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    assert worker_environment({}, num_threads=0, num_devices=1)["TF_CPP_MIN_LOG_LEVEL"] == "3"
     given = {"TF_CPP_MIN_LOG_LEVEL": "0"}
     assert worker_environment(given, num_threads=0, num_devices=1)["TF_CPP_MIN_LOG_LEVEL"] == "0"
