@@ -9,7 +9,6 @@ outlives its reason to be: without coordinator it ends after `orphan_s`, and the
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import ssl
 import sys
@@ -21,6 +20,7 @@ import msgspec
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.worker_process import MAX_MESSAGE_BYTES, WorkerProcess
 from oobleck_jax.errors import RunFailed
+from oobleck_jax.memory import peak_memory_bytes
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -197,7 +197,7 @@ class _Agent:
                 exit_code=exit_code,
                 log_tail=worker.log_tail(),
                 peak_memory_bytes=worker.peak_memory_bytes,
-                agent_peak_memory_bytes=_peak_memory_bytes(),
+                agent_peak_memory_bytes=peak_memory_bytes(),
             )
         )
 
@@ -215,17 +215,6 @@ class _Agent:
         # A lost connection is noticed where messages are received.
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
             await self._socket.send_str(messages.encode(message).decode())
-
-
-def _peak_memory_bytes() -> int:
-    """Return the peak resident size of this process."""
-    # Not getrusage on Linux: its maximum includes the size of the process that started this one.
-    with contextlib.suppress(OSError), Path("/proc/self/status").open(encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:

@@ -1,0 +1,239 @@
+"""What people see of a run: the plan, how its nodes come up, a bar or lines while it trains, and why it failed."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from oobleck_jax import events
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+_DETAIL_LINES = 12
+
+
+class Display(Protocol):
+    """Shows records as they come."""
+
+    def show(self, record: events.Record) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_display(*, num_nodes: int, steps: int, tokens_per_step: int, stream: "Console | None" = None) -> Display:
+    """Return a live display on a terminal, and one of plain lines elsewhere."""
+    console = stream or Console(highlight=False, soft_wrap=True)
+    story = Story(num_nodes=num_nodes, steps=steps, tokens_per_step=tokens_per_step)
+    return LiveDisplay(story, console) if console.is_terminal else LineDisplay(story)
+
+
+class Story:
+    """What there is to tell of a run, as text; knows neither terminal nor clock."""
+
+    def __init__(self, *, num_nodes: int, steps: int, tokens_per_step: int) -> None:
+        self.steps = steps
+        self.step = 0  # committed steps
+        self.loss: float | None = None
+        self._num_nodes = num_nodes
+        self._tokens_per_step = tokens_per_step
+        self._recent_steps_s: deque[float] = deque(maxlen=20)
+        self._joined: set[NodeId] = set()
+        self._ready: set[NodeId] = set()
+        self._advance: dict[NodeId, tuple[str, int, int]] = {}
+
+    def take(self, record: events.Record) -> str | None:
+        """Take note of a record; return a line that is worth keeping, if it makes one."""
+        match record:
+            case events.Joined():
+                self._joined.add(record.node)
+            case events.Ready():
+                self._ready.add(record.node)
+            case events.Advanced():
+                self._advance[record.node] = (record.phase, record.done, record.total)
+            case events.Planned() if record.generation > 1:
+                self._advance.clear()
+                return f"generation {record.generation} from step {record.step}: {record.reason}; {record.plan_reason}"
+            case events.Prepared():
+                return f"all nodes are prepared after {record.seconds:.1f} s; step {record.step} begins"
+            case events.Committed():
+                self.step, self.loss = record.step + 1, record.loss
+                self._recent_steps_s.append(record.step_time_s)
+            case events.Evaluated():
+                loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+                return f"after step {record.step}: evaluation loss {loss} over {record.num_tokens:,} tokens"
+            case events.Rejected():
+                return f"{record.name} may not take part: {record.reason}"
+            case events.Gathering() | events.Abandoned():
+                return record.reason
+            case _:
+                pass
+        return None
+
+    @property
+    def start_up(self) -> str:
+        """How far the nodes are, before the first step."""
+        if len(self._ready) < self._num_nodes:
+            return f"{len(self._joined)} of {self._num_nodes} nodes joined, {len(self._ready)} ready"
+        if not self._advance:
+            return f"{self._num_nodes} nodes ready"
+        phase = min(self._advance.values())[0]
+        done = sum(done for _, done, _ in self._advance.values())
+        total = sum(total for _, _, total in self._advance.values())
+        return f"{phase} {done} of {total} on {len(self._advance)} nodes"
+
+    @property
+    def training(self) -> str:
+        """Where training is."""
+        loss = "" if self.loss is None else f"loss {self.loss:.4f}  "
+        return f"{loss}{self.tokens_per_s:,.0f} tokens/s  {self.time_left} left"
+
+    @property
+    def tokens_per_s(self) -> float:
+        recent = self._recent_steps_s
+        return self._tokens_per_step * len(recent) / sum(recent) if recent else 0.0
+
+    @property
+    def time_left(self) -> str:
+        recent = self._recent_steps_s
+        if not recent:
+            return "?"
+        return format_duration((self.steps - self.step) * sum(recent) / len(recent))
+
+
+class LineDisplay:
+    """Plain lines: for logs, pipes and CI. A line at most every few seconds, and one for each event."""
+
+    def __init__(
+        self,
+        story: Story,
+        *,
+        write: Callable[[str], object] = print,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = 5.0,
+    ) -> None:
+        self._story = story
+        self._write = write
+        self._clock = clock
+        self._every_s = every_s
+        self._last_s = -float("inf")
+        self._last_text = ""
+
+    def show(self, record: events.Record) -> None:
+        line = self._story.take(record)
+        if line is not None:
+            self.note(line)
+        elif isinstance(record, events.Committed):
+            is_edge = record.step == 0 or record.step + 1 == self._story.steps
+            self._say(f"step {record.step}/{self._story.steps}  {self._story.training}", at_once=is_edge)
+        elif isinstance(record, events.Joined | events.Ready | events.Advanced):
+            self._say(self._story.start_up, at_once=isinstance(record, events.Ready))
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+    def _say(self, text: str, *, at_once: bool) -> None:
+        now_s = self._clock()
+        if text != self._last_text and (at_once or now_s - self._last_s >= self._every_s):
+            self._last_s, self._last_text = now_s, text
+            self._write(text)
+
+
+class LiveDisplay:
+    """A progress bar that lives at the bottom of a terminal; events scroll above it."""
+
+    def __init__(self, story: Story, console: Console) -> None:
+        self._story = story
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=console,
+            expand=True,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("starting", total=None, text="")
+        self._progress.start()
+
+    def show(self, record: events.Record) -> None:
+        line = self._story.take(record)
+        if line is not None:
+            self.note(line)
+        if isinstance(record, events.Prepared):
+            self._progress.update(self._task, description="training", total=self._story.steps)
+        if self._story.step:
+            self._progress.update(self._task, completed=self._story.step, text=self._story.training)
+        else:
+            self._progress.update(self._task, text=self._story.start_up)
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def failure_text(failed: events.Failed, log: str | None) -> str:
+    """Return the message that ends a run: the cause, where it was, and the last lines of what is known."""
+    lines = failed.detail.strip().splitlines()[-_DETAIL_LINES:]
+    where = f" (generation {failed.generation}, step {failed.step}{f', log {log}' if log else ''})"
+    return "\n".join([f"failed: {failed.cause}{where}", *(f"    {line}" for line in lines)])
+
+
+def plan_table(plan: Plan, *, names: Sequence[str], cores: Mapping[NodeId, Sequence[int]]) -> str:
+    """Return a plan as a table: which node runs which layers of which pipeline."""
+    rows: list[tuple[str, ...]] = [("pipeline", "node", "layers", "microbatches", "cores")]
+    for number, pipeline in enumerate(plan.pipelines):
+        for index, stage in enumerate(pipeline.template.stages):
+            node = pipeline.node_of(index)
+            devices = f" on {stage.num_devices} devices" if stage.num_devices > 1 else ""
+            rows.append(
+                (
+                    str(number) if index == 0 else "",
+                    str(node),
+                    describe_layers(stage.layers, names) + devices,
+                    str(pipeline.num_microbatches) if index == 0 else "",
+                    ",".join(map(str, cores.get(node, ()))) or "any",
+                )
+            )
+    rows += [("spare", str(node), "-", "", "") for node in plan.spare_nodes]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def describe_layers(layers: range, names: Sequence[str]) -> str:
+    """Name a run of layers: `embedding, block 0-3`."""
+    parts: list[tuple[str, str, str]] = []  # kind, first and last number
+    for layer in layers:
+        kind, _, number = names[layer].partition(" ")
+        if parts and number and parts[-1][0] == kind:
+            parts[-1] = (kind, parts[-1][1], number)
+        else:
+            parts.append((kind, number, number))
+    return ", ".join(
+        kind if not first else f"{kind} {first}" if first == last else f"{kind} {first}-{last}"
+        for kind, first, last in parts
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as `12 s`, `3:05` or `2:03:05`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

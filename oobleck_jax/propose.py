@@ -1,0 +1,164 @@
+"""The plan of a run: the user's, or the planner's; and what the planner is told of model and machine."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.gpt import GptConfig
+from oobleck_jax.config import RunConfig
+from oobleck_jax.elastic.terms import Proposal
+from oobleck_jax.errors import NotEnoughNodes, PlanError
+from oobleck_jax.plan_text import read_plan
+from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
+from oobleck_jax.planning.plan import NodeId, Plan, Stage, check_plan
+from oobleck_jax.planning.planner import best_plan
+from oobleck_jax.planning.profile import Profile
+from oobleck_jax.planning.schedule import StageCost, one_f_one_b, render_grid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposer:
+    """Proposes plans for the nodes there are.
+
+    Attributes:
+        config: of the run.
+        profile: what the layers cost.
+        device_memory_bytes: what a stage may use of each device.
+        given: the user's plan, which is used as it is.
+    """
+
+    config: RunConfig
+    profile: Profile
+    device_memory_bytes: int
+    given: Plan | None = None
+
+    def first(self) -> Proposal:
+        """Return the plan to begin with.
+
+        Raises:
+            PlanError: there is none, or the user's breaks a rule.
+            NotEnoughNodes: --nodes are too few for the model, or for --fault-tolerance.
+        """
+        num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
+        proposal = self.replan(tuple(NodeId(node) for node in range(num_nodes)), {})
+        if len(proposal.plan.pipelines) > fault_tolerance:
+            return proposal
+        if self.given is not None:
+            raise PlanError(
+                f"--plan has {len(self.given.pipelines)} pipelines, but --fault-tolerance {fault_tolerance} needs "
+                f"{fault_tolerance + 1}; add pipelines, or lower --fault-tolerance"
+            )
+        raise NotEnoughNodes(
+            f"--nodes {num_nodes} is too few for --fault-tolerance {fault_tolerance}, which needs "
+            f"{fault_tolerance + 1} pipelines ({proposal.reason}); add nodes, or lower --fault-tolerance",
+            num_nodes=num_nodes,
+            num_needed=num_nodes + 1,
+        )
+
+    def replan(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+        """Return the plan for these nodes. Pure.
+
+        Raises:
+            PlanError: see `first`.
+        """
+        config = self.config
+        if self.given is not None:
+            return self._check_given(self.given, nodes)
+        planning = best_plan(
+            self.profile,
+            nodes=nodes,
+            devices_per_node=config.devices_per_node,
+            fault_tolerance=config.fault_tolerance,
+            num_microbatches=config.num_microbatches,
+            device_memory_bytes=self.device_memory_bytes,
+        )
+        return Proposal(plan=planning.plan, reason=planning.reason)
+
+    def _check_given(self, plan: Plan, nodes: tuple[NodeId, ...]) -> Proposal:
+        check_plan(
+            plan,
+            num_layers=self.config.model.num_layers,
+            num_microbatches=self.config.num_microbatches,
+            devices_per_node=self.config.devices_per_node,
+        )
+        if absent := sorted(set(plan.nodes) - set(nodes)):
+            raise NotEnoughNodes(
+                f"--plan uses {len(plan.nodes)} nodes ({list(plan.nodes)}), but --nodes {len(nodes)} gives only "
+                f"{list(nodes)}: {absent} are missing; raise --nodes to {max(plan.nodes) + 1}",
+                num_nodes=len(nodes),
+                num_needed=max(plan.nodes) + 1,
+            )
+        return Proposal(plan=plan, reason="given by --plan")
+
+
+def make_proposer(config: RunConfig, *, plan: str | None, device_memory_bytes: int) -> Proposer:
+    """Return the proposer of a run.
+
+    Raises:
+        PlanError: `plan` is neither a plan nor a file with one.
+    """
+    given = None if plan is None else read_plan(plan, num_microbatches=config.num_microbatches)
+    return Proposer(
+        config=config, profile=estimated_profile(config), device_memory_bytes=device_memory_bytes, given=given
+    )
+
+
+def estimated_profile(config: RunConfig) -> Profile:
+    """Return a profile without measuring: closed forms for a GPT, equal layers for any other model."""
+    model = config.model
+    if isinstance(model, GptConfig):
+        sizes = gpt_sizes(
+            num_blocks=model.num_blocks,
+            width=model.width,
+            num_heads=model.num_heads,
+            vocab_size=model.vocab_size,
+            sequence_length=config.sequence_length,
+            remat=config.remat,
+        )
+    else:
+        layer = LayerSize(
+            kind="layer", num_parameters=1, forward_flops=10**6, num_outputs=1, num_residuals=1, num_temporaries=1
+        )
+        sizes = (layer,) * model.num_layers
+    return estimate_profile(
+        sizes,
+        microbatch_size=config.microbatch_size,
+        remat=config.remat,
+        devices_per_node=config.devices_per_node,
+    )
+
+
+def memory_per_device(num_local_devices: int) -> int:
+    """Return the bytes that each of the virtual devices of this machine may use: an equal share of four fifths."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total * 4 // 5 // num_local_devices
+
+
+def layer_names(profile: Profile) -> tuple[str, ...]:
+    """Return a name for each layer: its kind, with a number where several layers have it."""
+    kinds = [layer.kind for layer in profile.layers]
+    seen: dict[str, int] = {}
+    names: list[str] = []
+    for kind in kinds:
+        number = seen[kind] = seen.get(kind, -1) + 1
+        names.append(kind if kinds.count(kind) == 1 else f"{kind} {number}")
+    return tuple(names)
+
+
+def schedule_text(plan: Plan, profile: Profile) -> str:
+    """Return the schedules of all pipelines, drawn as grids."""
+    parts: list[str] = []
+    for number, pipeline in enumerate(plan.pipelines):
+        stages = pipeline.template.stages
+        schedule = one_f_one_b(len(stages), pipeline.num_microbatches)
+        nodes = ", ".join(f"stage {index} on node {pipeline.node_of(index)}" for index in range(len(stages)))
+        grid = render_grid(schedule, [_stage_cost(profile, stage) for stage in stages])
+        parts.append(f"pipeline {number}: {pipeline.num_microbatches} microbatches; {nodes}\n\n{grid}")
+    return "\n\n".join(parts)
+
+
+def _stage_cost(profile: Profile, stage: Stage) -> StageCost:
+    costs = [
+        profile.layers[layer].cost_on(stage.num_devices) or profile.layers[layer].costs[0] for layer in stage.layers
+    ]
+    return StageCost(forward_s=sum(cost.forward_s for cost in costs), backward_s=sum(cost.backward_s for cost in costs))

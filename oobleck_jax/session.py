@@ -1,0 +1,240 @@
+"""One run of the coordinator: from the first agent to the summary."""
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from models.presets import config_to_json
+from oobleck_jax import events
+from oobleck_jax.config import RunConfig
+from oobleck_jax.elastic.agent import AgentOptions
+from oobleck_jax.elastic.coordinator import Coordinator, Services
+from oobleck_jax.elastic.effects import Finish
+from oobleck_jax.elastic.limits import Limits
+from oobleck_jax.elastic.membership import Membership
+from oobleck_jax.elastic.terms import Proposal, Terms
+from oobleck_jax.execution.jaxlib_private import start_coordination_service
+from oobleck_jax.launch import LocalAgents, available_cores, place, place_at_start
+from oobleck_jax.learning_rate import learning_rate
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.progress import failure_text, format_duration, make_display, plan_table
+from oobleck_jax.propose import Proposer, layer_names
+from oobleck_jax.run_dir import RunDir
+from oobleck_jax.summary import Summary
+
+
+SIGNALS: Mapping[signal.Signals, tuple[str, int]] = {
+    signal.SIGINT: ("interrupted (Ctrl-C)", 130),
+    signal.SIGTERM: ("terminated (SIGTERM)", 143),
+    signal.SIGHUP: ("the terminal is gone (SIGHUP)", 129),
+}
+_AGENTS_END_S = 2.0  # local agents end after the run; they have been told to, or have no coordinator any more
+_WATCH_S = 0.5  # between two looks at local agents that have not joined yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that a session is given; every part of it has been checked.
+
+    Attributes:
+        preset: reference of the configuration's preset.
+        proposal: the plan to begin with.
+        fabric_host: address of this machine as the nodes reach it.
+        is_local: all nodes are on this machine, so their cores can be chosen.
+        agents: what to start on this machine.
+        token: secret of the nodes.
+        patience: factor of all time limits.
+        began_s: when the program began, by `time.monotonic`.
+    """
+
+    preset: str
+    config: RunConfig
+    proposer: Proposer
+    proposal: Proposal
+    run_dir: RunDir
+    fabric_host: str
+    is_local: bool
+    agents: Mapping[NodeId, AgentOptions]
+    token: str | None
+    patience: float
+    summary_path: Path | None
+    began_s: float
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions that all nodes of a run must share."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"python": python} | {name: version(name) for name in ("jax", "jaxlib", "oobleck-jax")}
+
+
+def config_digest(config_json: str) -> str:
+    return hashlib.sha256(config_json.encode()).hexdigest()[:16]
+
+
+class Session:
+    """Coordinates a run, writes its files, and shows it."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = setting.config
+        self._setting = setting
+        self._config_json = config_to_json(setting.preset, config)
+        self._cores = available_cores() if setting.is_local else ()
+        self._agents = LocalAgents()
+        self._summary = Summary(tokens_per_step=config.tokens_per_step)
+        self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
+        self._files = events.RunFiles(setting.run_dir.path)
+        self._joined: set[NodeId] = set()
+        self._first_step_s: float | None = None
+        self._is_interrupted = False
+
+    def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
+        """Coordinate the run to its end; return the exit code."""
+        setting = self._setting
+        (setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")
+        self._show_plan()
+        self.record(
+            events.Started(
+                preset=setting.preset,
+                num_nodes=setting.config.nodes,
+                fault_tolerance=setting.config.fault_tolerance,
+                steps=setting.config.steps,
+                config_digest=config_digest(self._config_json),
+                versions=software_versions(),
+            )
+        )
+        try:
+            end = asyncio.run(self._coordinate(listener, tls))
+        finally:
+            self._agents.end(patience_s=_AGENTS_END_S * setting.patience)
+            self._display.close()
+            self._files.close()
+        self._conclude(end)
+        return end.exit_code
+
+    def record(self, record: events.Record) -> None:
+        """Take a record: into the files first, then into the summary and onto the screen."""
+        self._files.write(record)
+        self._summary.take(record)
+        match record:
+            case events.Joined():
+                self._joined.add(record.node)
+            case events.Committed():
+                self._files.write_metrics(self._metrics(record))
+            case events.Prepared() if self._first_step_s is None:
+                self._first_step_s = time.monotonic()
+            case _:
+                pass
+        if isinstance(record, events.Failed) and record is self._summary.failure:
+            self._display.close()  # the bar must not be drawn over the message
+            log = None if record.node is None else str(self._setting.run_dir.log_path(record.node))
+            _complain(failure_text(record, log if self._setting.is_local else None))
+        else:
+            self._display.show(record)
+
+    async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
+        loop = asyncio.get_running_loop()
+        services = Services(
+            start_fabric=start_coordination_service, fabric_host=self._setting.fabric_host, record=self.record
+        )
+        coordinator = Coordinator(Membership(self._terms(), loop.time()), services, token=self._setting.token)
+        # Before there is anything to leave behind.
+        for number, (reason, exit_code) in SIGNALS.items():
+            loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
+        for node, options in self._setting.agents.items():
+            self._agents.start(node, options, self._setting.run_dir.log_path(node), os.environ)
+        watch = loop.create_task(self._watch_agents(coordinator))
+        try:
+            return await coordinator.run(listener, tls=tls)
+        finally:
+            watch.cancel()
+
+    def _interrupt(self, coordinator: Coordinator, reason: str, exit_code: int) -> None:
+        if self._is_interrupted:  # again: the user has no patience left
+            self._agents.end(patience_s=0.0)
+            os._exit(exit_code)
+        self._is_interrupted = True
+        coordinator.interrupt(reason, exit_code)
+
+    async def _watch_agents(self, coordinator: Coordinator) -> None:
+        """End the run if a local agent ends before it has joined; later, the coordinator sees its connection end."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for node, exit_code in self._agents.ended().items():
+                if node not in self._joined:
+                    tail = self._setting.run_dir.log_path(node).read_text(encoding="utf-8", errors="replace")[-500:]
+                    return coordinator.interrupt(
+                        f"the agent of node {node} ended with exit code {exit_code} before it joined: {tail.strip()}", 1
+                    )
+
+    def _terms(self) -> Terms:
+        setting, config = self._setting, self._setting.config
+        return Terms(
+            config_json=self._config_json,
+            config_digest=config_digest(self._config_json),
+            versions=software_versions(),
+            num_nodes=config.nodes,
+            num_devices=config.devices_per_node,
+            steps=config.steps,
+            tokens_per_step=config.tokens_per_step,
+            evaluates_after=config.evaluates_after,
+            replan=setting.proposer.replan,
+            place=partial(place, cores=self._cores),
+            place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
+            limits=Limits().scaled(setting.patience),
+        )
+
+    def _metrics(self, committed: events.Committed) -> events.StepMetrics:
+        config, step = self._setting.config, committed.step
+        return events.StepMetrics(
+            step=step,
+            generation=committed.generation,
+            loss=committed.loss,
+            grad_norm=committed.grad_norm,
+            learning_rate=learning_rate(config, step),
+            tokens_per_s=config.tokens_per_step / committed.step_time_s,
+            step_time_s=committed.step_time_s,
+            sample_first=step * config.global_batch_size,
+            sample_end=(step + 1) * config.global_batch_size,
+        )
+
+    def _show_plan(self) -> None:
+        proposal, config = self._setting.proposal, self._setting.config
+        cores = place(proposal.plan, cores=self._cores)
+        table = plan_table(proposal.plan, names=layer_names(self._setting.proposer.profile), cores=cores)
+        self._display.note(
+            f"{self._setting.preset}: {config.steps} steps of {config.tokens_per_step:,} tokens, "
+            f"{config.num_microbatches} microbatches; results in {self._setting.run_dir.path}\n"
+            f"plan: {proposal.reason}\n{table}"
+        )
+
+    def _conclude(self, end: Finish) -> None:
+        now_s, began_s = time.monotonic(), self._setting.began_s
+        start_up_s = None if self._first_step_s is None else self._first_step_s - began_s
+        summary = self._summary.to_dict(end, seconds=now_s - began_s, start_up_s=start_up_s)
+        if self._setting.summary_path is not None:
+            self._setting.summary_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        steps = f"{summary['steps']} of {self._setting.config.steps} steps"
+        if end.exit_code:
+            reason = "" if self._summary.failure else f": {end.reason}"
+            return _complain(f"stopped after {steps}{reason}; see {self._setting.run_dir.path}")
+        eval_loss = f"evaluation loss {summary['eval_loss']:.4f}, " if summary["eval_loss"] is not None else ""
+        return self._display.note(
+            f"done: {steps} in {format_duration(summary['seconds'])}, loss {summary['final_loss']:.4f}, {eval_loss}"
+            f"{summary['median_tokens_per_s']:,.0f} tokens/s (median); results in {self._setting.run_dir.path}"
+        )
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,186 @@
+"""Train a model on several nodes, on this machine or on many, in pipelines that share the work.
+
+Everything is checked before a process starts. This process coordinates and never imports jax: agents and workers are
+processes of their own.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models.presets import config_to_json
+from oobleck_jax.cluster import ProcessPlace, find_place
+from oobleck_jax.config import RunConfig, check_config
+from oobleck_jax.data import check_data
+from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
+from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
+from oobleck_jax.errors import ConfigError, RunFailed
+from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.propose import make_proposer, memory_per_device, schedule_text
+from oobleck_jax.run_dir import RunDir
+from oobleck_jax.session import SIGNALS, Session, Setting, config_digest, software_versions
+
+
+def main(
+    arguments: Sequence[str],
+    *,
+    program: str = "train.py",
+    has_nodes: bool = True,
+    worker_command: tuple[str, ...] = WORKER_COMMAND,
+) -> int:
+    """Run the command line; return its exit code.
+
+    Args:
+        arguments: the flags.
+        program: how the user called it.
+        has_nodes: whether there are nodes on this machine; if not, it only coordinates.
+        worker_command: the program of the workers.
+    """
+    # The C++ side of jaxlib, which hosts the coordination service, would log into the display.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        description = (__doc__ or "").partition("\n")[0]
+        line = parse_command_line(arguments, program=program, description=description)
+        return _run(line, has_nodes=has_nodes, worker_command=worker_command)
+    except (ConfigError, RunFailed) as error:
+        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return SIGNALS[signal.SIGINT][1]
+
+
+def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...]) -> int:
+    began_s = time.monotonic()
+    if line.run.patience <= 0:
+        raise ConfigError(f"--patience is {line.run.patience}; it must be positive")
+    token = read_token(line.cluster)
+    nodes = _Nodes(line=line, token=token, worker_command=worker_command)
+    if line.cluster.join is not None:
+        return asyncio.run(run_agent(nodes.agent(line.cluster.join, config=line.config, node=None)))
+    process = _find_process(line, has_nodes=has_nodes)
+    config = line.config if process is None else replace(line.config, nodes=process.num_processes)
+    check_config(config)
+    if process is not None and process.process_id > 0:
+        node = NodeId(process.process_id)
+        return asyncio.run(run_agent(nodes.agent(f"{process.host}:{process.port}", config=config, node=node)))
+
+    check_data(config)
+    num_local = (config.nodes if process is None else 1) if has_nodes else 0
+    memory_gib = line.run.device_memory_gib
+    memory_bytes = (
+        int(memory_gib * 2**30)
+        if memory_gib is not None
+        else memory_per_device(config.devices_per_node * max(num_local, 1))
+    )
+    proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes)
+    proposal = proposer.first()
+    if line.run.print_schedule:
+        print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
+        return 0
+
+    host = "127.0.0.1" if process is None else process.host
+    listen_host = host if host in LOOPBACK else "0.0.0.0"
+    check_exposure(listen_host, token)
+    tls = _server_tls(line.cluster)
+    with (
+        RunDir(line.run.run_dir or _default_run_dir(line.run.preset)) as run_dir,
+        bind(listen_host, line.cluster.port if process is None else process.port) as listener,
+    ):
+        address = f"{host}:{listener.getsockname()[1]}"
+        agents = {
+            node: nodes.agent(address, config=config, node=node, log_dir=run_dir.path / "logs")
+            for node in map(NodeId, range(num_local))
+        }
+        setting = Setting(
+            preset=line.run.preset,
+            config=config,
+            proposer=proposer,
+            proposal=proposal,
+            run_dir=run_dir,
+            fabric_host=host,
+            is_local=process is None,
+            agents=agents,
+            token=token,
+            patience=line.run.patience,
+            summary_path=line.run.summary_json,
+            began_s=began_s,
+        )
+        return Session(setting).run(listener, tls)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Nodes:
+    """How this machine's nodes are made."""
+
+    line: CommandLine
+    token: str | None
+    worker_command: tuple[str, ...]
+
+    def agent(
+        self, address: str, *, config: RunConfig, node: NodeId | None, log_dir: Path | None = None
+    ) -> AgentOptions:
+        """Return the options of an agent that joins the coordinator at `address`.
+
+        Args:
+            address: host:port.
+            config: this process's own; must be the coordinator's unless the node joins without an id.
+            node: the id to ask for; None: any.
+            log_dir: where the output of its worker goes; None: where this process's goes.
+        """
+        run, cluster = self.line.run, self.line.cluster
+        host_name = socket.gethostname()
+        cache = run.compilation_cache or Path.home() / ".cache" / "oobleck_jax" / host_name
+        # A certificate that signs itself is its own authority.
+        authority = cluster.tls_authority or cluster.tls_certificate
+        return AgentOptions(
+            coordinator_address=address,
+            name=host_name,
+            versions=software_versions(),
+            node=node,
+            num_devices=config.devices_per_node,
+            config_digest=None if node is None else config_digest(config_to_json(run.preset, config)),
+            token=self.token,
+            tls_authority=None if authority is None else str(authority),
+            worker_command=self.worker_command,
+            log_dir=None if log_dir is None else str(log_dir),
+            compilation_cache=str(cache),
+            connect_s=60.0 * run.patience,
+            silence_s=20.0 * run.patience,
+            worker_stop_s=2.0 * run.patience,
+        )
+
+
+def _find_process(line: CommandLine, *, has_nodes: bool) -> ProcessPlace | None:
+    cluster = line.cluster
+    if has_nodes:
+        return find_place(cluster.coordinator_address, cluster.num_processes, cluster.process_id, os.environ)
+    if cluster.coordinator_address is None:
+        raise ConfigError("a coordinator without nodes needs --coordinator-address HOST:PORT, where nodes --join it")
+    return find_place(cluster.coordinator_address, line.config.nodes, 0, os.environ)
+
+
+def _server_tls(cluster: ClusterOptions) -> ssl.SSLContext | None:
+    """Return what the coordinator serves TLS with, if a certificate is given."""
+    if cluster.tls_certificate is None:
+        if cluster.tls_key is not None:
+            raise ConfigError("--tls-key is given without --tls-certificate")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cluster.tls_certificate, cluster.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-certificate {cluster.tls_certificate} cannot be used: {error}") from None
+    return context
+
+
+def _default_run_dir(preset: str) -> Path:
+    name = Path(preset.partition(":")[0]).stem if ":" in preset else preset
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
