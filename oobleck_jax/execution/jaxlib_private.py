@@ -140,15 +140,16 @@ def is_ready(array: Any) -> bool:
     return _require(array, "is_ready")()
 
 
-def start_transfer_server(client: Any, *, address: str, transport_addresses: Sequence[str]) -> Any:
+def start_transfer_server(client: Any, *, address: str, transport_addresses: Sequence[str], chunk_bytes: int) -> Any:
     """Start a transfer server on a client (of `device.client`).
 
     Args:
         address: host:port to listen on; port 0 takes a free one.
         transport_addresses: host:port of the data sockets; one thread sends and one receives for each.
+        chunk_bytes: arrays travel in chunks of at most so much; up to 24 staging buffers of this size are used.
     """
-    transfer = importlib.import_module("jax.experimental.transfer")
-    return _require(transfer, "start_transfer_server")(client, address, list(transport_addresses))
+    start = _require(importlib.import_module("jax.experimental.transfer"), "start_transfer_server")
+    return start(client, address, list(transport_addresses), transfer_size=chunk_bytes)
 
 
 # ------------------------------------------------------------------------------------------------ residuals

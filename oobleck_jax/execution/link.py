@@ -34,6 +34,7 @@ from oobleck_jax.execution.waiting import wait_ready
 Address: TypeAlias = str  # host:port
 
 _CONNECT_LIMIT_S = 3.0
+_CHUNK_BYTES = 1 << 20  # the default of 256 MiB stages whole arrays: 16 MiB then take up to twice the time
 
 
 class Payload(StrEnum):
@@ -142,7 +143,10 @@ class TransferLink:
         """Listen on a free port of `host`, an address of this machine that the other nodes reach."""
         self._device = jax.local_devices()[0]  # stands for the home runtime: arrays on all its devices can travel
         self._server: Any = start_transfer_server(
-            self._device.client, address=f"{host}:0", transport_addresses=[f"{host}:0"]
+            self._device.client,
+            address=f"{host}:0",
+            transport_addresses=[f"{host}:0"],  # more of them take more threads and CPU time, and are not faster
+            chunk_bytes=_CHUNK_BYTES,
         )
         self._connections: dict[Address, Any] = {}
         self._offered: set[int] = set()

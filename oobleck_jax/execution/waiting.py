@@ -16,8 +16,8 @@ from oobleck_jax.execution.jaxlib_private import is_ready
 
 
 _SPIN_S = 50e-6  # look without sleeping for so long: what is nearly there should not cost a sleep
-_FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
+_SLEEP_SHARE = 0.2  # of the time waited so far: neither the delay nor the number of looks grows much with the wait
 _EVENT_SLICE_S = 10e-3  # a wait for an event looks for abandonment this often
 
 # How statuses begin that the death of a peer ends in; others (RESOURCE_EXHAUSTED, INVALID_ARGUMENT) are our own fault.
@@ -76,13 +76,12 @@ def raise_transport_error(error: BaseException, *, what: str) -> NoReturn:
 
 
 def _poll(array: jax.Array, *, start_s: float, limit_s: float, abandoned: threading.Event, what: str) -> None:
-    spin_until_s = time.monotonic() + _SPIN_S
-    sleep_s = _FIRST_SLEEP_S
+    began_s = time.monotonic()
     while not is_ready(array):
         _check(start_s=start_s, limit_s=limit_s, abandoned=abandoned, what=what)
-        if time.monotonic() > spin_until_s:
-            time.sleep(sleep_s)
-            sleep_s = min(1.5 * sleep_s, _LONGEST_SLEEP_S)
+        polled_s = time.monotonic() - began_s
+        if polled_s > _SPIN_S:
+            time.sleep(min(_SLEEP_SHARE * polled_s, _LONGEST_SLEEP_S))
 
 
 def _check(*, start_s: float, limit_s: float, abandoned: threading.Event, what: str) -> None:
