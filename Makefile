@@ -1,0 +1,38 @@
+# make train   trains a small GPT on five node processes of this machine; needs Python 3.11 or newer, nothing else
+# make test    everything that must hold: format, lint, types, tests
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,\
+	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN_DIR ?= runs/train
+
+.PHONY: train test format clean
+
+train: $(VENV)/.installed
+	$(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --fault-tolerance 1 --run-dir $(RUN_DIR)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; install one, or give make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@ $(VENV)/.installed
