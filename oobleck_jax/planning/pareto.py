@@ -1,0 +1,48 @@
+"""Rows of integer columns that no other row beats: the building block of exact planning."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oobleck_jax.planning.costs import Ints
+
+
+def unbeaten(group: Ints, columns: Sequence[Ints], *, ties: Sequence[Ints] = ()) -> Ints:
+    """Return the rows that no other row of their group beats, sorted by group and columns.
+
+    A row beats another if it is at most as large in every column. Of rows that are equal in all columns the one with
+    the smallest `ties` stays, and then the first.
+
+    Args:
+        group: one number for each row.
+        columns: what rows are compared by.
+        ties: columns, the most important first.
+    """
+    rows = np.lexsort((*reversed(ties), *reversed(columns), group))
+    found: list[Ints] = []
+    while len(rows):
+        # Whatever beats a row comes before it in this order, so the first row of each group is unbeaten.
+        is_leader = np.concatenate([[True], group[rows[1:]] != group[rows[:-1]]])
+        leader = rows[is_leader]
+        found.append(leader)
+        number = np.cumsum(is_leader) - 1
+        is_beaten = np.ones(len(rows), dtype=bool)
+        for column in columns:
+            is_beaten &= column[rows] >= column[leader][number]
+        rows = rows[~is_beaten]
+    unsorted = np.concatenate([np.zeros(0, dtype=np.int64), *found])
+    return unsorted[np.lexsort((*(column[unsorted] for column in reversed(columns)), group[unsorted]))]
+
+
+def join(left: Ints, right: Ints) -> tuple[Ints, Ints]:
+    """Return all pairs of a row of `left` and a row of `right` with equal keys, by the rows of `left`.
+
+    Args:
+        left: keys.
+        right: keys, ascending.
+    """
+    begin, end = np.searchsorted(right, left, side="left"), np.searchsorted(right, left, side="right")
+    counts = end - begin
+    left_rows = np.repeat(np.arange(len(left)), counts)
+    right_rows = np.arange(len(left_rows)) + (begin - np.cumsum(counts) + counts)[left_rows]
+    return left_rows, right_rows
