@@ -136,7 +136,8 @@ class GlooFabric:
         try:
             client = meeting.wait(limit_s, abandoned)
         except BaseException:
-            coordination.shutdown()  # ends the thread, unless it waits in `connect`: nothing ends that
+            # Ends the thread, unless it waits in `connect`: nothing ends that but a latecomer, who can do no harm then.
+            coordination.shutdown()
             raise
         return cls(coordination=coordination, client=client, rank=rank, channels=channels)
 

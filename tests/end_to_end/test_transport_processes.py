@@ -126,6 +126,21 @@ def test_a_node_that_stops_stalls_a_sum_and_one_that_never_comes_a_meeting(membe
             sum_of(survivors)
 
 
+def test_a_meeting_that_was_given_up_harms_nobody_when_a_latecomer_completes_it(members: Members) -> None:
+    with members.take(2) as group:
+        with coordination_service(2) as (address, _):
+            for rank, member in enumerate(group):
+                member.tell("connect", address=address, rank=rank, num_nodes=2, sums=[], limit_s=1.0)
+                time.sleep(0.3)
+                member.tell("abandon")
+                assert member.answer(limit_s=5.0)["error"] == "Abandoned"
+        time.sleep(0.3)  # the end of the service would abort a process that is still attached to it
+        with coordination_service(2) as (address, _):
+            for answer in meet(group, address, [((0, 1), LENGTH)]):
+                value(answer)
+            sum_of(group)
+
+
 def test_generations_leave_no_threads_files_or_memory_behind(members: Members) -> None:
     usages: list[dict[str, int]] = []
     with members.take(2) as group:
