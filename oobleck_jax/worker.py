@@ -226,7 +226,7 @@ def main() -> None:
         return
     _set_up_jax(arguments.compilation_cache)
     try:
-        worker = _make_worker(welcome, control, arguments.host, arguments.incarnation)
+        worker = _make_worker(welcome, control, arguments)
         logger.info("over: %s", worker.serve())
     except Exception as error:
         logger.exception("this worker cannot go on")
@@ -235,17 +235,21 @@ def main() -> None:
     _exit(0)
 
 
-def _make_worker(welcome: Welcome, control: SocketControl, host: str, incarnation: int) -> Worker:
+def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.Namespace) -> Worker:
     _, config = config_from_json(welcome.config_json)
     devices = jax.local_devices()[: config.devices_per_node]
-    link = TransferLink(host=host)
+    link = TransferLink(host=arguments.host)
     trainer = NodeTrainer(
-        config=config, model=config.model.build(), dataset=TokenDataset.open(config), home=Home(devices), link=link
+        config=config,
+        model=config.model.build(),
+        dataset=TokenDataset.open(config),
+        home=Home(devices, shared_cache=arguments.compilation_cache),
+        link=link,
     )
     control.send(
         WorkerReady(
             node=welcome.node,
-            incarnation=incarnation,
+            incarnation=arguments.incarnation,
             link_address=link.address,
             num_devices=len(devices),
             device_kind=devices[0].device_kind,
@@ -255,7 +259,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, host: str, incarnatio
 
     def connect(begin: Begin, rank: int) -> Fabric:
         return GlooFabric.connect(
-            begin.fabric_address, rank=rank, num_nodes=len(begin.members), hostname=host, limit_s=WAIT_LIMIT_S
+            begin.fabric_address, rank=rank, num_nodes=len(begin.members), hostname=arguments.host, limit_s=WAIT_LIMIT_S
         )
 
     return Worker(node=welcome.node, config=config, trainer=trainer, control=control, connect_fabric=connect)

@@ -4,13 +4,21 @@ Parameters, optimizer state and compiled programs live here. Programs are held a
 cache clearing touches them, and they cannot compile by surprise in the middle of a step.
 """
 
+import fcntl
+import hashlib
+import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+
+_TURN_LIMIT_S = 120.0
 
 
 class Home:
@@ -22,11 +30,19 @@ class Home:
         compile_s: seconds spent on them.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], *, shared_cache: Path | None = None) -> None:
+        """Take the devices.
+
+        Args:
+            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several that
+                need the same program at the same time, one compiles it and the others read it.
+        """
         self.devices = tuple(devices)
+        self._shared_cache = shared_cache
         self.num_compilations = 0
         self.compile_s = 0.0
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        self._compiling = threading.RLock()
 
     def compiled(
         self,
@@ -46,14 +62,38 @@ class Home:
             donate: positions of arguments whose memory the program may reuse.
             out_shardings: shardings of the results, as in `jax.jit`; None lets XLA choose.
         """
-        if key not in self._programs:
-            began_s = time.monotonic()
-            options = {} if out_shardings is None else {"out_shardings": out_shardings}
-            jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
-            self._programs[key] = jitted.lower(*arguments).compile()
-            self.num_compilations += 1
-            self.compile_s += time.monotonic() - began_s
-        return self._programs[key]
+        with self._compiling:  # two threads that need the same program must not both compile it
+            if key not in self._programs:
+                began_s = time.monotonic()
+                options = {} if out_shardings is None else {"out_shardings": out_shardings}
+                jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
+                lowered = jitted.lower(*arguments)
+                with self._turn(lowered):
+                    self._programs[key] = lowered.compile()
+                self.num_compilations += 1
+                self.compile_s += time.monotonic() - began_s
+            return self._programs[key]
+
+    @contextmanager
+    def _turn(self, lowered: jax.stages.Lowered) -> Iterator[None]:
+        """Wait until no other process compiles this program; for a while, in case that process is stuck."""
+        if self._shared_cache is None:
+            yield
+            return
+        name = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:32]
+        with (self._shared_cache / f"{name}.turn").open("a") as file:
+            deadline_s = time.monotonic() + _TURN_LIMIT_S
+            while not _try_lock(file.fileno()) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class StageDevices:
@@ -63,8 +103,15 @@ class StageDevices:
     activations and tokens over the batch. With one device nothing is sharded.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], *, shared_cache: Path | None = None) -> None:
+        """Take the devices.
+
+        Args:
+            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several that
+                need the same program at the same time, one compiles it and the others read it.
+        """
         self.devices = tuple(devices)
+        self._shared_cache = shared_cache
         self._mesh = Mesh(np.array(self.devices), ("shard",)) if len(self.devices) > 1 else None
 
     @property

@@ -75,15 +75,9 @@ class NodeTrainer:
     """
 
     def __init__(
-        self,
-        *,
-        config: RunConfig,
-        model: LayeredModel,
-        dataset: TokenDataset,
-        devices: Sequence[jax.Device],
-        link: Link,
+        self, *, config: RunConfig, model: LayeredModel, dataset: TokenDataset, home: Home, link: Link
     ) -> None:
-        self.home = Home(devices)
+        self.home = home
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
         self._functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
         self._library = SpanLibrary(self.home, self._functions)

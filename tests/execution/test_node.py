@@ -36,7 +36,7 @@ def reference_gradients(config: RunConfig, plan, step: int) -> dict[str, np.ndar
         {layer.kind: LayerFunctions(layer) for layer in model.layers},
         groups_of(model),
         config.optimizer,
-        shared_home(1),
+        shared_home(config.model, 1),
     )
     params = {name: builder.initial(name, config.seed).params for name in builder.sizes}
     # Each use of a tied parameter is a variable of its own, so that their gradients are added up last.
@@ -66,17 +66,30 @@ def _whole_gradient(config: RunConfig):
     model = config.model.build()
     functions = [LayerFunctions(layer) for layer in model.layers]
 
+    first, block, head = functions[0], functions[1], functions[-1]
+    last = len(functions) - 1
+
+    def tied(variables, number):
+        return {attribute: variables[name, number] for attribute, name in model.layers[number].tied}
+
     def loss(variables, tokens_BT, step, samples_B):
         randomness = (jnp.array([config.seed, 0], jnp.uint32).at[1].set(step), samples_B)
-        x = tokens_BT[:, :-1]
-        for number, (layer, function) in enumerate(zip(model.layers, functions, strict=True)):
-            tied = {attribute: variables[name, number] for attribute, name in layer.tied}
-            module = function.module(variables[own_group(number), number], tied)
-            keys = keys_of(randomness, jnp.int32(number)) if model.is_stochastic else None
-            if number + 1 == len(functions):
-                return module.loss(x, tokens_BT[:, 1:], keys) / config.tokens_per_step
-            x = module(x, keys)
-        raise AssertionError
+
+        def keys(number):
+            return keys_of(randomness, number) if model.is_stochastic else None
+
+        def body(h, own_and_number):
+            own, number = own_and_number
+            return block.module(own, {})(h, keys(number)), None
+
+        h = first.module(variables[own_group(0), 0], tied(variables, 0))(tokens_BT[:, :-1], keys(jnp.int32(0)))
+        blocks = [variables[own_group(number), number] for number in range(1, last)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+        # A barrier on each side of the blocks, so that XLA does not fuse, and round, across them.
+        h = jax.lax.scan(jax.checkpoint(body), jax.lax.optimization_barrier(h), (stacked, jnp.arange(1, last)))[0]
+        h = jax.lax.optimization_barrier(h)
+        module = head.module(variables[own_group(last), last], tied(variables, last))
+        return module.loss(h, tokens_BT[:, 1:], keys(jnp.int32(last))) / config.tokens_per_step
 
     return jax.jit(jax.grad(loss))
 

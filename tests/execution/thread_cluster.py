@@ -17,6 +17,7 @@ from oobleck_jax.execution.node import Generation, NodeTrainer
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.state import GroupState
 from oobleck_jax.model import LayeredModel
+from oobleck_jax.model_config import ModelConfig
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 
 
@@ -42,8 +43,8 @@ class ClusterRun:
 
 
 @functools.cache
-def shared_home(num_devices: int) -> Home:
-    """Return the home of all nodes with so many devices: they share devices, so that every program compiles once."""
+def shared_home(model: ModelConfig, num_devices: int) -> Home:
+    """Return the home of all nodes that train a model: they share devices, so that every program compiles once."""
     return Home(jax.devices("cpu")[:num_devices])
 
 
@@ -70,7 +71,7 @@ def run_cluster(
     dataset = TokenDataset.open(config)
     nodes = plan.nodes
     hub, sums = InProcessHub(), InProcessSums(jax.devices("cpu")[: len(nodes)])
-    home = shared_home(config.devices_per_node)
+    home = shared_home(config.model, config.devices_per_node)
     trainers: dict[NodeId, NodeTrainer] = {}
     barrier = threading.Barrier(len(nodes), timeout=LIMIT_S)
     abandoned = threading.Event()
@@ -151,4 +152,3 @@ def flat(tree) -> np.ndarray:
     """Return a tree of arrays as one vector."""
     leaves = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     return np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
-
