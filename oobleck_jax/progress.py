@@ -79,7 +79,7 @@ class Story:
 
     @property
     def start_up(self) -> str:
-        """How far the nodes are, before the first step."""
+        """How far the nodes are, before the first step; what they do then is counted over all of them."""
         if len(self._ready) < self._num_nodes:
             return f"{len(self._joined)} of {self._num_nodes} nodes joined, {len(self._ready)} ready"
         if not self._advance:
@@ -87,7 +87,7 @@ class Story:
         phase = min(self._advance.values())[0]
         done = sum(done for _, done, _ in self._advance.values())
         total = sum(total for _, _, total in self._advance.values())
-        return f"{phase} {done} of {total} on {len(self._advance)} nodes"
+        return f"{phase} {done} of {total}"
 
     @property
     def training(self) -> str:

@@ -40,7 +40,7 @@ SIGNALS: Mapping[signal.Signals, tuple[str, int]] = {
     signal.SIGTERM: ("terminated (SIGTERM)", 143),
     signal.SIGHUP: ("the terminal is gone (SIGHUP)", 129),
 }
-_AGENTS_END_S = 2.0  # local agents end after the run; they have been told to, or have no coordinator any more
+_AGENTS_END_S = 1.0  # local agents end after the run; they have been told to, or have no coordinator any more
 _WATCH_S = 0.5  # between two looks at local agents that have not joined yet
 
 

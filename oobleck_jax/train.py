@@ -154,7 +154,7 @@ class _Nodes:
             compilation_cache=str(cache),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
-            worker_stop_s=2.0 * run.patience,
+            worker_stop_s=1.5 * run.patience,
         )
 
 

@@ -45,7 +45,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 0.5  # between two signs of life
     silence_s: float = 20.0  # a coordinator that answers no ping for so long is gone
     orphan_s: float = 0.0  # go on without a coordinator
-    worker_stop_s: float = 2.0  # the worker ends when told to
+    worker_stop_s: float = 1.5  # the worker ends when told to
 
 
 async def run_agent(options: AgentOptions) -> int:

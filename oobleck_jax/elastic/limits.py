@@ -15,10 +15,10 @@ class Limits:
     prepare_s: float = 180.0  # a node that prepares tells of progress, or is done
     first_step_s: float = 60.0  # the first step, and the first evaluation, of a generation
     step_s: float = 6.0  # any other step may take this, or a multiple of the usual time if that is more
-    heartbeat_s: float = 5.0  # an agent says something
+    heartbeat_s: float = 4.0  # an agent says something
     stopped_s: float = 3.0  # a worker stays stopped by a signal
     verdict_s: float = 1.0  # a better explanation of a failure comes in
-    stop_s: float = 4.0  # all nodes leave when told to stop
+    stop_s: float = 3.0  # all nodes leave when told to stop
     step_multiple: float = 4.0  # of the usual time, see step_s
 
     def scaled(self, patience: float) -> "Limits":

@@ -8,6 +8,7 @@ whatever the plan. Evaluations are reported after every step; the coordinator ta
 """
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -23,9 +24,6 @@ def loss_of(step: int) -> float:
     return 5.5 / (1 + 0.1 * step)
 
 
-TOKENS_PER_MICROBATCH = 4 * 128
-
-
 class Worker:
     def __init__(self, options: argparse.Namespace) -> None:
         self.control = socket.socket(fileno=options.control_fd)
@@ -36,6 +34,8 @@ class Worker:
         welcome = self.receive()
         assert isinstance(welcome, messages.Welcome)
         self.node = welcome.node
+        config = json.loads(welcome.config_json)
+        self.microbatch_tokens = config.get("microbatch_size", 4) * config.get("sequence_length", 128)
 
     def receive(self) -> messages.ToNode:
         line = self.lines.readline()
@@ -91,7 +91,7 @@ class Worker:
     def num_tokens(self) -> int:
         """Tokens of the last stages of this node."""
         return sum(
-            pipeline.num_microbatches * TOKENS_PER_MICROBATCH
+            pipeline.num_microbatches * self.microbatch_tokens
             for pipeline in self.plan.pipelines
             if self.node == pipeline.node_of(len(pipeline.template.stages) - 1)
         )

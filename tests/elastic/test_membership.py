@@ -217,7 +217,7 @@ def test_a_silent_agent_is_lost() -> None:
         for node in nodes[:2]:
             simulation.say(node, messages.Heartbeat(node=node.id))
     (failed,) = simulation.records(events.Failed)
-    assert failed.cause == "the agent of node 2 has been silent for 5.0 s"
+    assert failed.cause == "the agent of node 2 has been silent for 4.0 s"
 
 
 def test_a_stopped_worker_is_lost_but_one_that_goes_on_is_not() -> None:

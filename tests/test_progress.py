@@ -1,0 +1,143 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from oobleck_jax import events
+from oobleck_jax.plan_text import parse_plan
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.progress import (
+    LineDisplay,
+    Story,
+    describe_layers,
+    failure_text,
+    format_duration,
+    make_display,
+    plan_table,
+)
+
+
+NAMES = ("embedding", "block 0", "block 1", "block 2", "head")
+
+
+def story() -> Story:
+    return Story(num_nodes=2, steps=100, tokens_per_step=1000)
+
+
+def joined(node: int) -> events.Joined:
+    return events.Joined(node=NodeId(node), name="host", incarnation=0)
+
+
+def ready(node: int) -> events.Ready:
+    return events.Ready(node=NodeId(node), incarnation=0, device_kind="cpu", num_devices=1, seconds=1.0)
+
+
+def advanced(node: int, done: int) -> events.Advanced:
+    return events.Advanced(node=NodeId(node), generation=1, phase="compile", done=done, total=10)
+
+
+def committed(step: int, step_time_s: float = 0.5) -> events.Committed:
+    return events.Committed(generation=1, step=step, loss=4.25, grad_norm=1.0, step_time_s=step_time_s)
+
+
+def test_the_start_of_the_nodes_is_told() -> None:
+    told = story()
+    texts: list[str] = []
+    for record in (joined(0), joined(1), ready(1), ready(0), advanced(0, 3), advanced(1, 5)):
+        told.take(record)
+        texts.append(told.start_up)
+    assert texts == [
+        "1 of 2 nodes joined, 0 ready",
+        "2 of 2 nodes joined, 0 ready",
+        "2 of 2 nodes joined, 1 ready",
+        "2 nodes ready",
+        "compile 3 of 10",
+        "compile 8 of 20",
+    ]
+
+
+def test_training_is_told_by_loss_speed_and_time_left() -> None:
+    told = story()
+    assert told.training == "0 tokens/s  ? left"
+    for step in range(10):
+        told.take(committed(step))
+    assert told.training == "loss 4.2500  2,000 tokens/s  45 s left"
+
+
+def test_lines_come_at_most_every_few_seconds_but_for_events() -> None:
+    lines: list[str] = []
+    now_s = 0.0
+    display = LineDisplay(story(), write=lines.append, clock=lambda: now_s, every_s=5.0)
+    for step in range(100):
+        now_s += 0.5
+        display.show(committed(step))
+        if step == 3:
+            display.show(events.Evaluated(generation=1, step=3, loss=4.0, num_tokens=2000))
+    assert lines[0].startswith("step 0/100  loss 4.2500")
+    assert lines[1] == "after step 3: evaluation loss 4.0000 over 2,000 tokens"
+    assert [line.split()[1] for line in lines[2:]] == [f"{step}/100" for step in (*range(10, 100, 10), 99)]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, highlight=False)
+    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, stream=console)
+    display.show(ready(0))
+    display.show(events.Prepared(generation=1, step=0, seconds=2.0, num_compilations={}, phases={}))
+    display.show(committed(0))
+    display.note("a line that stays")
+    display.close()
+    text = stream.getvalue()
+    assert "1/100" in text
+    assert "loss 4.2500" in text
+    assert "a line that stays" in text
+
+
+def test_something_else_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000)
+    display.show(committed(0))
+    display.close()
+    assert capsys.readouterr().out == "step 0/100  loss 4.2500  2,000 tokens/s  50 s left\n"
+
+
+def test_a_plan_is_a_table() -> None:
+    plan = parse_plan("0-2,2-5:5 | 0-5:3", num_microbatches=8)
+    cores = {NodeId(0): (0,), NodeId(1): (1,)}
+    assert plan_table(plan, names=NAMES, cores=cores).splitlines() == [
+        "  pipeline  node  layers                      microbatches  cores",
+        "  0         0     embedding, block 0          5             0",
+        "            1     block 1-2, head                           1",
+        "  1         2     embedding, block 0-2, head  3             any",
+    ]
+
+
+def test_a_run_of_layers_is_named_by_kinds() -> None:
+    assert describe_layers(range(5), NAMES) == "embedding, block 0-2, head"
+    assert describe_layers(range(2, 3), NAMES) == "block 1"
+    assert describe_layers(range(1, 3), ("layer 0", "layer 1", "layer 2")) == "layer 1-2"
+
+
+def test_a_failure_is_told_with_its_place_and_its_last_lines() -> None:
+    failed = events.Failed(
+        generation=2,
+        step=17,
+        node=NodeId(3),
+        cause="the worker of node 3 failed: ValueError: boom",
+        detail="\n".join(f"line {number}" for number in range(30)),
+        is_collateral=False,
+    )
+    first, *rest = failure_text(failed, "runs/a/logs/node-3.log").splitlines()
+    assert first == (
+        "failed: the worker of node 3 failed: ValueError: boom (generation 2, step 17, log runs/a/logs/node-3.log)"
+    )
+    assert rest == [f"    line {number}" for number in range(18, 30)]
+
+
+def test_durations_are_readable() -> None:
+    assert [format_duration(seconds) for seconds in (0.4, 59, 60, 185, 7383)] == [
+        "0 s",
+        "59 s",
+        "1:00",
+        "3:05",
+        "2:03:03",
+    ]

@@ -1,0 +1,368 @@
+"""The command line as users meet it: what is refused before anything starts, what a run leaves behind, how it ends.
+
+Workers are invented (tests/elastic/fake_worker.py), so nothing here compiles.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from oobleck_jax import events
+from oobleck_jax.elastic.coordinator import bind
+from oobleck_jax.run_dir import RunDir
+from oobleck_jax.train import main
+
+
+FAKE_WORKER = (sys.executable, str(Path(__file__).parent / "elastic" / "fake_worker.py"))
+MARKER = "OOBLECK_TEST_RUN"
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command line that must be refused before any process starts; return the message, which is one line."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    assert main(["--preset", "gpt-test", *arguments], worker_command=("false",)) == 2
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("train.py: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "gpt3-huge"], "there is no preset 'gpt3-huge'"),
+        (["--nodes", "2", "--fault-tolerance", "2"], "--nodes 2 is too few for --fault-tolerance 2"),
+        (["--nodes", "0"], "--nodes is 0"),
+        (["--global-batch-size", "10", "--microbatch-size", "4"], "--global-batch-size 10 is not a multiple"),
+        (["--data", "absent.bin"], "absent.bin"),
+        (["--vocab-size", "16"], "vocabulary has 16"),
+        (["--sequence-length", "17"], "--sequence-length 17 is more than the model's 16"),
+        (["--patience", "0"], "--patience is 0.0; it must be positive"),
+        (["--plan", "0-3,3-7"], "pipeline 0 covers 7 layers, the model has 6"),
+        (["--plan", "0-3,3-6"], "--plan uses 2 nodes ([0, 1]), but --nodes 1 gives only [0]: [1] are missing"),
+        (["--plan", "0-6", "--fault-tolerance", "1"], "--plan has 1 pipelines, but --fault-tolerance 1 needs 2"),
+        (["--plan", "nonsense"], "'nonsense' is not a stage"),
+        (["--plan", "absent.json"], "absent.json: No such file"),
+        (["--coordinator-address", "10.0.0.1:8471", "--num-processes", "2", "--process-id", "0"], "needs a token"),
+        (["--coordinator-address", "here", "--num-processes", "2", "--process-id", "0"], "here is not HOST:PORT"),
+        (["--token", "a", "--token-file", "b"], "give --token or --token-file, not both"),
+        (["--token-file", "absent"], "--token-file absent: No such file"),
+        (["--tls-key", "key.pem"], "--tls-key is given without --tls-certificate"),
+        (["--tls-certificate", "absent.pem"], "--tls-certificate absent.pem cannot be used"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(arguments, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_is_too_short_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.arange(10, dtype=np.uint16).tofile("short.bin")
+    assert "a sample needs 17" in refused(["--data", "short.bin"], capsys)
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        message = refused(["--port", str(port), "--run-dir", str(tmp_path / "a")], capsys)
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another --port" in message
+
+
+def test_a_run_directory_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with RunDir(tmp_path):
+        message = refused(["--run-dir", str(tmp_path)], capsys)
+    assert f"is in use by a running coordinator (process {os.getpid()})" in message
+    with RunDir(tmp_path):
+        pass  # it is free again
+
+
+def test_the_schedule_is_printed_instead_of_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--preset", "gpt-test", "--nodes", "3", "--plan", "0-3,3-6:5 | 0-6:3", "--print-schedule"]) == 0
+    out = capsys.readouterr().out
+    assert "pipeline 0: 5 microbatches; stage 0 on node 0, stage 1 on node 1" in out
+    assert "pipeline 1: 3 microbatches; stage 0 on node 2" in out
+    assert "F0" in out
+    assert "B4" in out
+
+
+def test_help_explains_every_flag_and_shows_the_defaults_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--preset", "gpt2-small", "--help"])
+    assert stopped.value.code == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for text in (
+        "--num-blocks INT transformer blocks (default: 12)",
+        "--steps INT optimizer steps to run (default: 40000)",
+        "--warmup-steps INT steps of linear warm-up from 0 (default: 700)",
+        "--remat {none,dots,layer}",
+        "gpt-test, gpt-laptop",
+    ):
+        assert text in out
+
+
+def test_a_mistyped_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--stepz", "3"])
+    assert stopped.value.code == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ real processes
+
+
+@dataclass
+class Launch:
+    """A command line in a process of its own, with invented workers."""
+
+    directory: Path
+    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def start(
+        self, *arguments: str, worker: tuple[str, ...] = (), run_dir: Path | None = None
+    ) -> "subprocess.Popen[str]":
+        code = (
+            "import sys\n"
+            "from oobleck_jax.train import main\n"
+            f"sys.exit(main(sys.argv[1:], worker_command={(*FAKE_WORKER, *worker)!r}))\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "--preset", "gpt-test", "--run-dir", str(run_dir or self.run_dir), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # importing jax in this process has changed how much its C++ side logs
+            env={**os.environ, MARKER: str(self.directory), "TF_CPP_MIN_LOG_LEVEL": "3"},
+            start_new_session=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def await_step(self, step: int) -> None:
+        """Wait until a step is committed."""
+        self._await(lambda: any(f'"step":{step},' in line for line in self._lines("metrics.jsonl")))
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.run_dir / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def _await(self, holds: Callable[[], bool], within_s: float = 40.0) -> None:
+        end_s = time.monotonic() + within_s
+        while not holds():
+            assert time.monotonic() < end_s, [process.poll() for process in self.processes]
+            time.sleep(0.02)
+
+    def find(self, *words: str, node: int) -> int:
+        """Return the process whose command line has these words and which belongs to a node."""
+        (pid,) = [
+            process.pid
+            for process in self.alive()
+            if all(word in " ".join(process.cmdline()) for word in words) and self._node_of(process) == node
+        ]
+        return pid
+
+    def _node_of(self, process: psutil.Process) -> int:
+        """A process prints into the log of its node."""
+        log = os.readlink(f"/proc/{process.pid}/fd/1")
+        return int(log.rpartition("node-")[2].removesuffix(".log")) if "node-" in log else -1
+
+    def alive(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARKER) == str(self.directory) and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def await_nothing_left(self, within_s: float) -> None:
+        self._await(lambda: not self.alive(), within_s)
+
+    def events(self, kind: type[events.Record]) -> list[events.Record]:
+        return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
+
+    def close(self) -> None:
+        for process in self.alive():
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+
+
+@pytest.mark.process
+def test_a_run_writes_its_files_and_leaves_nothing_behind(launch: Launch) -> None:
+    summary = launch.directory / "summary.json"
+    run = launch.start(
+        *("--nodes", "3", "--fault-tolerance", "1", "--steps", "12", "--eval-every", "6"),
+        *("--plan", "0-3,3-6 | 0-6", "--summary-json", str(summary)),
+    )
+    out, err = run.communicate(timeout=60)
+
+    assert (run.returncode, err) == (0, "")
+    table = [line.split() for line in out.splitlines()[2:6]]
+    assert table[0] == ["pipeline", "node", "layers", "microbatches", "cores"]
+    assert table[1][:6] == ["0", "0", "embedding,", "block", "0-1", "6"]
+    assert table[2][:4] == ["1", "block", "2-3,", "head"]
+    assert table[3][:7] == ["1", "2", "embedding,", "block", "0-3,", "head", "2"]
+    assert "all nodes are prepared after" in out
+    assert "step 0/12  loss 5.5" in out
+    assert "step 11/12  loss" in out
+    assert "after step 5: evaluation loss 2.0000 over 128 tokens" in out
+    assert out.splitlines()[-1].startswith("done: 12 of 12 steps in ")
+
+    assert json.loads((launch.run_dir / "config.json").read_text())["preset"] == "gpt-test"
+    metrics = [json.loads(line) for line in (launch.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(12))
+    assert set(metrics[0]) == {
+        *("step", "generation", "loss", "grad_norm", "learning_rate"),
+        *("tokens_per_s", "step_time_s", "sample_first", "sample_end"),
+    }
+    assert [(line["sample_first"], line["sample_end"]) for line in metrics[:2]] == [(0, 8), (8, 16)]
+    assert {event.node for event in launch.events(events.Joined)} == {0, 1, 2}  # pyright: ignore
+    assert [event.step for event in launch.events(events.Evaluated)] == [5, 11]  # pyright: ignore
+    assert len((launch.run_dir / "journal.jsonl").read_text().splitlines()) == 12
+
+    written = json.loads(summary.read_text())
+    assert (written["steps"], written["eval_loss"], written["exit_code"]) == (12, 2.0, 0)
+    assert written["final_loss"] == metrics[-1]["loss"]
+    assert written["median_tokens_per_s"] > 0
+    peaks = written["peak_memory_bytes"]
+    assert peaks["coordinator"] < 300e6
+    assert max(peaks["agents"].values()) < 60e6
+    assert set(peaks["workers"]) == {"0", "1", "2"}
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "exit_code", "words"),
+    [(signal.SIGINT, 130, "interrupted (Ctrl-C)"), (signal.SIGTERM, 143, "terminated (SIGTERM)")],
+)
+def test_a_signal_ends_the_run(launch: Launch, number: int, exit_code: int, words: str) -> None:
+    run = launch.start("--nodes", "2", "--steps", "9999")
+    launch.await_step(3)
+    run.send_signal(number)
+    _, err = run.communicate(timeout=10)
+    assert run.returncode == exit_code
+    assert f" of 9999 steps: {words}; see " in err
+    assert err.count("\n") == 1
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("target", "number", "words"),
+    [
+        (
+            "fake_worker.py",
+            signal.SIGKILL,
+            "failed: the worker of node 1 was killed by SIGKILL (kill -9, or out of memory)",
+        ),
+        ("elastic.agent", signal.SIGKILL, "failed: the agent of node 1 is gone (connection lost)"),
+        ("fake_worker.py", signal.SIGSTOP, "failed: the worker of node 1 has been stopped by a signal (SIGSTOP)"),
+        ("elastic.agent", signal.SIGSTOP, "failed: the agent of node 1 has been silent for 4.0 s"),
+    ],
+)
+def test_the_loss_of_a_process_ends_the_run_in_ten_seconds(
+    launch: Launch, target: str, number: int, words: str
+) -> None:
+    run = launch.start("--nodes", "3", "--steps", "99999")
+    launch.await_step(3)
+    os.kill(launch.find(target, node=1), number)
+    began_s = time.monotonic()
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 1
+    assert time.monotonic() - began_s < 10
+    assert words in err
+    assert err.count("failed:") == 1
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_worker_that_raises_ends_the_run_with_its_traceback(launch: Launch) -> None:
+    run = launch.start("--nodes", "2", "--steps", "99", worker=("--fault", "raise@1:4"))
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "failed: the worker of node 1 failed: ValueError: invented trouble (generation 1, step 4, log " in err
+    assert "    Traceback (invented)\n    ValueError: invented trouble\n" in err
+    assert err.splitlines()[-1].startswith("stopped after 4 of 99 steps; see ")
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_nothing_outlives_a_coordinator_that_is_killed(launch: Launch) -> None:
+    run = launch.start("--nodes", "3", "--steps", "99999")
+    launch.await_step(3)
+    run.kill()
+    launch.await_nothing_left(10.0)
+
+
+@pytest.mark.process
+def test_a_worker_that_cannot_start_ends_the_run(launch: Launch) -> None:
+    run = launch.start("--nodes", "2", worker=("--step-s", "soon"))
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "ended with exit code 2" in err
+    assert "invalid float value: 'soon'" in err  # the tail of its log
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    common = ("--steps", "8", "--coordinator-address", address, "--num-processes", "2", "--token", "secret")
+    other = launch.start(*common, "--process-id", "1")
+    first = launch.start(*common, "--process-id", "0")
+    out, err = first.communicate(timeout=60)
+    assert (first.returncode, err) == (0, "")
+    assert "done: 8 of 8 steps" in out
+    other.communicate(timeout=10)
+    assert other.returncode == 0
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_process_with_other_flags_is_refused_with_the_reason(launch: Launch) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    common = ("--coordinator-address", address, "--num-processes", "2")
+    first = launch.start(*common, "--process-id", "0", "--steps", "8")
+    other = launch.start(*common, "--process-id", "1", "--steps", "9")
+    _, err = other.communicate(timeout=30)
+    assert other.returncode == 1
+    assert "was started with other flags than the coordinator" in err
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=10)
