@@ -17,14 +17,13 @@ Over TCP by `jax.experimental.transfer`. What it does, and what follows (jaxlib 
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
 
 from oobleck_jax.errors import PeerLost
 from oobleck_jax.execution.jaxlib_private import is_ready, start_transfer_server
@@ -137,13 +136,14 @@ class Link(Protocol):
 
 
 class TransferLink:
-    """A `Link` over TCP, on the home runtime of this process."""
+    """A `Link` over TCP, on the home runtime of this process. Used by one thread at a time."""
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
         """Listen on a free port of `host`, an address of this machine that the other nodes reach."""
-        self._device = jax.local_devices()[0]  # stands for the home runtime: arrays on all its devices can travel
+        device = jax.local_devices()[0]  # stands for the home runtime: arrays on all its devices can travel
+        self._byte = jax.device_put(np.zeros(1, np.uint8), device)
         self._server: Any = start_transfer_server(
-            self._device.client,
+            device.client,
             address=f"{host}:0",
             transport_addresses=[f"{host}:0"],  # more of them take more threads and CPU time, and are not faster
             chunk_bytes=_CHUNK_BYTES,
@@ -162,17 +162,22 @@ class TransferLink:
         self._server.await_pull(packed, list(arrays))
 
     def pull(self, address: Address, key: LinkKey, specs: Sequence[jax.ShapeDtypeStruct]) -> Pull:
-        arrays: list[jax.Array] = self._connect(address).pull(int(key), list(specs))
-        return _TransferPull(address=address, key=key, arrays=arrays)
+        connection = self._connect(address)
+
+        def drop_broken() -> None:  # it stays broken, even if the peer lives
+            if self._connections.get(address) is connection:
+                self.forget(address)
+
+        arrays: list[jax.Array] = connection.pull(int(key), list(specs))
+        return _TransferPull(arrays, what=f"pull of {key} from {address}", on_lost=drop_broken)
 
     def settle(self) -> None:
         self._offered.clear()
 
     def drain(self) -> None:
-        byte = jnp.zeros(1, jnp.uint8, device=self._device)
-        spec = jax.ShapeDtypeStruct(byte.shape, byte.dtype, sharding=SingleDeviceSharding(self._device))
+        spec = jax.ShapeDtypeStruct(self._byte.shape, self._byte.dtype, sharding=self._byte.sharding)
         for packed in self._offered:
-            self._server.await_pull(packed, [byte])
+            self._server.await_pull(packed, [self._byte])
             self._connect(self.address).pull(packed, [spec])
         self._offered.clear()
 
@@ -188,16 +193,20 @@ class TransferLink:
 
 
 class _TransferPull:
-    def __init__(self, *, address: Address, key: LinkKey, arrays: list[jax.Array]) -> None:
-        self._address = address
-        self._key = key
+    def __init__(self, arrays: list[jax.Array], *, what: str, on_lost: Callable[[], None]) -> None:
         self._arrays = arrays
+        self._what = what
+        self._on_lost = on_lost
 
     def is_ready(self) -> bool:
         return all(is_ready(array) for array in self._arrays)
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> list[jax.Array]:
-        wait_ready(self._arrays, limit_s=limit_s, abandoned=abandoned, what=f"pull of {self._key} from {self._address}")
+        try:
+            wait_ready(self._arrays, limit_s=limit_s, abandoned=abandoned, what=self._what)
+        except PeerLost:
+            self._on_lost()
+            raise
         return self._arrays
 
 
