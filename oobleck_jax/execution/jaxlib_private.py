@@ -15,8 +15,10 @@ should not pay for all of jax (105 MB instead of 170).
 Log lines of the C++ side are silenced by whoever starts the process, with `TF_CPP_MIN_LOG_LEVEL=3` in its environment.
 """
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -46,10 +48,15 @@ def check_versions() -> None:
 
 
 class CoordinationService:
-    """JAX's coordination service of one generation, through which the members of a fabric meet."""
+    """JAX's coordination service of one generation, through which the members of a fabric meet.
 
-    def __init__(self, service: Any) -> None:
+    Attributes:
+        address: host:port where it listens.
+    """
+
+    def __init__(self, service: Any, address: str) -> None:
         self._service = service
+        self.address = address
 
     def close(self) -> None:
         """Stop the service. Blocks for up to 5 s while a client still waits in it.
@@ -66,21 +73,24 @@ def start_coordination_service(bind_address: str, num_nodes: int) -> Coordinatio
     """Start the coordination service of a generation in this process, without importing jax.
 
     Args:
-        bind_address: host:port to listen on; the port must be free.
+        bind_address: host:port to listen on; port 0 takes a free one.
         num_nodes: members of the generation; all of them must connect before any gets through.
+
+    Raises:
+        OSError: the port is taken, or the host is not of this machine.
     """
     check_versions()
     start = _require(_jaxlib(), "get_distributed_runtime_service")
-    return CoordinationService(
-        start(
-            bind_address,
+    with _reserved(bind_address) as address:
+        service = start(
+            address,
             num_nodes,
             heartbeat_timeout=_NEVER_S,
             cluster_register_timeout=_NEVER_S,
             shutdown_timeout=1,
             recoverable=True,  # no barrier at shutdown; the death of a member does not spread to the others
         )
-    )
+    return CoordinationService(service, address)
 
 
 class CoordinationClient:
@@ -178,6 +188,17 @@ def restore_residuals(vjp: Any, primals: Sequence[Any]) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- private
+
+
+@contextlib.contextmanager
+def _reserved(bind_address: str) -> Iterator[str]:
+    """Keep others from a port while a gRPC server is started on it, which crashes the process if the port is taken."""
+    host, _, port = bind_address.rpartition(":")
+    family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does, so that it can share the port
+        holder.bind(place)
+        yield f"{host}:{holder.getsockname()[1]}"
 
 
 def _jaxlib() -> ModuleType:

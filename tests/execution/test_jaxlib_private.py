@@ -1,5 +1,6 @@
 """What is private to jax and jaxlib does what the package needs, with the jax that is installed."""
 
+import socket
 import subprocess
 import sys
 from types import ModuleType
@@ -74,6 +75,18 @@ def test_a_coordination_service_costs_no_jax() -> None:
         "assert 'jax' not in sys.modules, 'jax was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_taken_port_is_an_error_and_a_free_one_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        jaxlib_private.start_coordination_service(f"127.0.0.1:{taken.getsockname()[1]}", 1)
+    service = jaxlib_private.start_coordination_service("127.0.0.1:0", 1)
+    try:
+        client = jaxlib_private.CoordinationClient(service.address, 0)
+        client.connect()
+        client.shutdown()
+    finally:
+        service.close()
 
 
 def test_what_is_missing_is_named_with_the_version_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
