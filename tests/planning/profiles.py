@@ -66,9 +66,7 @@ def profiles(
     number = st.integers(0, 9)
     kinds: list[LayerProfile] = []
     for index in range(draw(st.integers(1, 4))):
-        forward, backward = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-        overhead = draw(st.integers(0, 3))
-        times = [(forward / 2**power + overhead * power, backward / 2**power) for power in range(num_counts)]
+        times = [(draw(st.integers(1, 9)), draw(st.integers(1, 9))) for _ in range(num_counts)]
         kinds.append(
             make_layer(
                 times,

@@ -1,15 +1,16 @@
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from oobleck_jax.planning.costs import Costs, tabulate
-from oobleck_jax.planning.partition import Partition, StageShape, best_partitions
-from oobleck_jax.planning.profile import Profile
-from tests.planning.profiles import make_layer, make_profile, profiles, uniform_profile
+from oobleck_jax.planning.partition import StageShape, best_partitions
+from oobleck_jax.planning.profile import Profile, StateBytes
+from tests.planning.profiles import profiles
 
 
+NOTHING = StateBytes(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
 Nodes = tuple[tuple[StageShape, ...], ...]
 
 
@@ -75,19 +76,19 @@ def check_exact(profile: Profile, *, devices_per_node: int, max_nodes: int, num_
 
 
 @given(profiles(max_layers=12), st.integers(1, 12), st.integers(5, 200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_device_per_node_equals_brute_force(profile: Profile, num_microbatches: int, memory: int) -> None:
     check_exact(profile, devices_per_node=1, max_nodes=5, num_microbatches=num_microbatches, memory=memory)
 
 
 @given(profiles(max_layers=12, num_counts=2), st.integers(1, 12), st.integers(5, 200))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_two_devices_per_node_equal_brute_force(profile: Profile, num_microbatches: int, memory: int) -> None:
     check_exact(profile, devices_per_node=2, max_nodes=2, num_microbatches=num_microbatches, memory=memory)
 
 
 @given(profiles(max_layers=6, num_counts=3), st.integers(1, 12), st.integers(5, 100), st.sampled_from([3, 4, 5]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_many_devices_per_node_equal_brute_force(
     profile: Profile, num_microbatches: int, memory: int, devices: int
 ) -> None:
@@ -95,6 +96,14 @@ def test_many_devices_per_node_equal_brute_force(
 
 
 @given(profiles(max_layers=10, num_counts=3), st.integers(1, 12), st.integers(5, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_one_node_of_four_devices_equals_brute_force(profile: Profile, num_microbatches: int, memory: int) -> None:
     check_exact(profile, devices_per_node=4, max_nodes=1, num_microbatches=num_microbatches, memory=memory)
+
+
+@given(profiles(min_layers=4, max_layers=6, num_counts=2), st.integers(3, 25))
+@settings(max_examples=120)
+def test_where_memory_binds_two_devices_per_node_equal_brute_force(profile: Profile, memory: int) -> None:
+    layers = tuple(dataclasses.replace(layer, state=NOTHING) for layer in profile.layers)
+    profile = dataclasses.replace(profile, layers=layers, tied_groups=())
+    check_exact(profile, devices_per_node=2, max_nodes=3, num_microbatches=8, memory=memory)
