@@ -139,7 +139,16 @@ class TransferLink:
     """A `Link` over TCP, on the home runtime of this process. Used by one thread at a time."""
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of `host`, an address of this machine that the other nodes reach."""
+        """Listen on a free port.
+
+        Args:
+            host: name or address of this machine under which the other nodes reach it.
+
+        Raises:
+            OSError: there is no such name.
+            jax.errors.JaxRuntimeError: it is not of this machine.
+        """
+        host = _numeric(host)
         device = jax.local_devices()[0]  # stands for the home runtime: arrays on all its devices can travel
         self._byte = jax.device_put(np.zeros(1, np.uint8), device)
         self._server: Any = start_transfer_server(
@@ -208,6 +217,12 @@ class _TransferPull:
             self._on_lost()
             raise
         return self._arrays
+
+
+def _numeric(host: str) -> str:
+    """Return the address of a host: the transfer server takes any name to mean all addresses of the machine."""
+    family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
+    return f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
 
 
 def _check_listens(address: Address) -> None:

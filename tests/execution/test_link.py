@@ -151,6 +151,25 @@ def test_nobody_listens_at_a_dead_address() -> None:
         assert time.monotonic() - began_s < 5.0
 
 
+def test_a_name_means_its_address_and_not_all_addresses_of_the_machine(never: threading.Event) -> None:
+    link = TransferLink(host="localhost")
+    assert not link.address.startswith("0.0.0.0")
+    link.offer(key(1), [jnp.ones(3)])
+    np.testing.assert_array_equal(link.pull(link.address, key(1), [spec(jnp.ones(3))]).wait(LIMIT_S, never)[0], 1.0)
+
+
+def test_a_connection_that_broke_is_made_anew(never: threading.Event) -> None:
+    producer, consumer = TransferLink(), TransferLink()
+    pending = consumer.pull(producer.address, key(1), [spec(jnp.ones(3))])
+    consumer._connections[producer.address]._poison_connection()
+    with pytest.raises(PeerLost):
+        pending.wait(LIMIT_S, never)
+    producer.offer(key(2), [jnp.ones(3)])
+    np.testing.assert_array_equal(
+        consumer.pull(producer.address, key(2), [spec(jnp.ones(3))]).wait(LIMIT_S, never)[0], 1.0
+    )
+
+
 def test_the_death_of_a_thread_node_ends_pulls_from_it(never: threading.Event) -> None:
     hub = InProcessHub()
     producer, consumer = hub.link(), hub.link()
