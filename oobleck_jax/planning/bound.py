@@ -6,7 +6,7 @@ layer ran at its best number of devices, perfectly balanced over all devices tha
 hull of every number of nodes, the part can be dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,7 @@ def make_bound(costs: Costs, known: Sequence[Sequence[tuple[int, int]]], *, num_
     inner_links = costs.link_ns[1:-1]
     largest = int(costs.work_ns.max()) + 2 * int(costs.link_ns.max()) + 2
     return Bound(
-        hulls=tuple(lower_hull(points, num_microbatches=num_microbatches) for points in known),
+        hulls=tuple(_hull(points, num_microbatches) for points in known),
         bins_ns=np.concatenate([[0], np.geomspace(max(largest / 1e3, 1), largest, NUM_BINS).astype(np.int64)]),
         devices_per_node=costs.devices_per_node,
         fill_ns=_range_sums(work.min(axis=0)),
@@ -91,27 +91,33 @@ def make_bound(costs: Costs, known: Sequence[Sequence[tuple[int, int]]], *, num_
     )
 
 
-def lower_hull(points: Sequence[tuple[int, int]], *, num_microbatches: int) -> Hull:
-    """Return the hull of pairs (slowest, fill), of those that are the best for some number of microbatches."""
+def lower_hull(points: Iterable[tuple[int, int]], *, num_microbatches: int) -> list[tuple[int, int]]:
+    """Return the pairs (slowest, fill) that alone are the best for some number of microbatches, ascending."""
     most = num_microbatches - 1  # a slowest stage that is 1 ns faster saves at most so much
     corners: list[tuple[int, int]] = []
     for point in sorted(points):
         if corners and point[1] >= corners[-1][1]:
             continue
-        while len(corners) > 1 and _is_right_turn(corners[-2], corners[-1], point):
+        while len(corners) > 1 and _is_on_or_above(corners[-1], corners[-2], point):
             corners.pop()
         corners.append(point)
-    while len(corners) > 1 and corners[0][1] - corners[1][1] > most * (corners[1][0] - corners[0][0]):
+    while len(corners) > 1 and corners[0][1] - corners[1][1] >= most * (corners[1][0] - corners[0][0]):
         corners.pop(0)
+    return corners
+
+
+def _hull(points: Iterable[tuple[int, int]], num_microbatches: int) -> Hull:
+    corners = lower_hull(points, num_microbatches=num_microbatches)
     if corners:
         slowest, fill = corners[0]
-        corners.insert(0, (0, fill + most * slowest))
+        corners.insert(0, (0, fill + (num_microbatches - 1) * slowest))
     array = np.array(corners, dtype=np.int64).reshape(-1, 2)
     return Hull(slowest_ns=array[:, 0], fill_ns=array[:, 1])
 
 
-def _is_right_turn(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
-    return (b[0] - a[0]) * (c[1] - a[1]) < (b[1] - a[1]) * (c[0] - a[0])
+def _is_on_or_above(point: tuple[int, int], left: tuple[int, int], right: tuple[int, int]) -> bool:
+    """Tell whether a point is on or above the line through one to its left and one to its right."""
+    return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (point[0] - left[0])
 
 
 def _range_sums(values: Ints) -> Ints:

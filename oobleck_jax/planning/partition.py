@@ -8,7 +8,7 @@ does m microbatches in
 
 One microbatch passes through all stages, and each further one takes the time of the slowest stage. The gradient sum
 of the first stage counts because its last backward ends the step; those of the others hide behind it. So a partition
-is a pair (fill, slowest), whatever m is, and only partitions that no other one beats in both can be the best: few.
+is a pair (fill, slowest), whatever m is, and those on the lower convex hull of all pairs are the best: few.
 
 The paper's formula (Oobleck, section 4.1) subtracts from this the time that stages after the slowest one are idle.
 That is right for more microbatches than stages; at about as many it prefers partitions that really are 20 to 40 %
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck_jax.planning.bound import Bound, make_bound
+from oobleck_jax.planning.bound import Bound, lower_hull, make_bound
 from oobleck_jax.planning.costs import UNLIMITED, Costs, Ints
 from oobleck_jax.planning.node_splits import Splits, concatenate, node_splits
 from oobleck_jax.planning.pareto import join, unbeaten
@@ -84,21 +84,28 @@ class _Labels:
 
 
 def best_partitions(costs: Costs, *, max_nodes: int, num_microbatches: int) -> tuple[tuple[Partition, ...], ...]:
-    """Return the partitions worth having for 1, 2, ... max_nodes nodes.
+    """Return for 1, 2, ... max_nodes nodes the partitions that are the best for some number of microbatches.
 
-    For each number of nodes they ascend by fill and descend by slowest stage; for each number of microbatches up to
+    For each number of nodes they descend by fill and ascend by slowest stage; for each number of microbatches up to
     `num_microbatches` one of them is a best one. There are none where no partition fits memory.
     """
-    if len(costs.device_counts) == 1:
-        return _pass(costs, node_splits(costs), max_nodes, None)
-    alike = concatenate([node_splits(costs.with_device_count(index)) for index in range(len(costs.device_counts))])
-    alike = alike.take(np.argsort(alike.end, kind="stable"))
-    known = [
-        [(partition.slowest_ns, partition.fill_ns) for partition in partitions]
-        for partitions in _pass(costs, alike, max_nodes, None)
-    ]
-    bound = make_bound(costs, known, num_microbatches=num_microbatches)
-    return _pass(costs, node_splits(costs, bound), max_nodes, bound)
+    bound = None
+    if len(costs.device_counts) > 1:  # partitions whose nodes have equal stages are found fast, and good to know
+        alike = [node_splits(costs.with_device_count(index)) for index in range(len(costs.device_counts))]
+        known = _pass(costs, _by_end(concatenate(alike)), max_nodes, None)
+        points = [[(partition.slowest_ns, partition.fill_ns) for partition in partitions] for partitions in known]
+        bound = make_bound(costs, points, num_microbatches=num_microbatches)
+    found = _pass(costs, node_splits(costs, bound), max_nodes, bound)
+    return tuple(_best_for_some(partitions, num_microbatches) for partitions in found)
+
+
+def _by_end(splits: Splits) -> Splits:
+    return splits.take(np.argsort(splits.end, kind="stable"))
+
+
+def _best_for_some(partitions: tuple[Partition, ...], num_microbatches: int) -> tuple[Partition, ...]:
+    by_values = {(partition.slowest_ns, partition.fill_ns): partition for partition in partitions}
+    return tuple(by_values[point] for point in lower_hull(by_values, num_microbatches=num_microbatches))
 
 
 def _pass(costs: Costs, splits: Splits, max_nodes: int, bound: Bound | None) -> tuple[tuple[Partition, ...], ...]:
