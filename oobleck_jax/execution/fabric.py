@@ -36,6 +36,7 @@ from oobleck_jax.execution.waiting import raise_transport_error, wait_event
 Ranks: TypeAlias = tuple[int, ...]  # members of a sum, ascending positions in the fabric
 
 _AXIS = "member"
+_LONGEST_TRIAL = 1 << 22  # numbers; longer sums are compiled, but a short one makes their communicator
 _JOIN_LIMIT_S = 0.02  # an idle channel's thread ends at once, and a stuck one not at all
 
 
@@ -146,9 +147,7 @@ class GlooFabric:
         mine = [(ranks, length) for ranks, length in sums if self._rank in ranks]
         for channel in self._channels:
             for ranks, length in mine:
-                channel.submit(ranks, np.zeros(length, np.float32), may_compile=True).wait(
-                    deadline_s - time.monotonic(), abandoned
-                )
+                channel.warm(ranks, length).wait(deadline_s - time.monotonic(), abandoned)
 
     def detach(self) -> None:
         coordination, self._coordination = self._coordination, None
@@ -156,7 +155,7 @@ class GlooFabric:
             coordination.shutdown()
 
     def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"], channel: int = 0) -> SumHandle:
-        return self._channels[channel].submit(ranks, vector, may_compile=False)
+        return self._channels[channel].sum(ranks, vector)
 
     def close(self) -> None:
         self.detach()
@@ -194,12 +193,21 @@ class _Channel:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"], *, may_compile: bool) -> "_Task":
+    def warm(self, ranks: Ranks, length: int) -> "_Task":
+        def get_ready() -> None:
+            self._program(ranks, length)
+            self._sum(ranks, np.zeros(length if length <= _LONGEST_TRIAL else 1, np.float32))
+
+        return self._submit(get_ready, what=f"first sum of {length} numbers over ranks {ranks}")
+
+    def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"]) -> "_Task":
         assert self._rank in ranks, f"rank {self._rank} takes no part in a sum over {ranks}"
         assert vector.dtype == np.float32, f"sums are of float32, not {vector.dtype}"
-        if not may_compile:
-            assert (ranks, vector.size) in self._programs, f"the sum of {vector.size} over {ranks} was not warmed"
-        task = _Task(lambda: self._sum(ranks, vector), what=f"sum of {vector.size} numbers over ranks {ranks}")
+        assert (ranks, vector.size) in self._programs, f"the sum of {vector.size} numbers over {ranks} was not warmed"
+        return self._submit(lambda: self._sum(ranks, vector), what=f"sum of {vector.size} numbers over ranks {ranks}")
+
+    def _submit(self, call: Callable[[], Any], *, what: str) -> "_Task":
+        task = _Task(call, what=what)
         self._tasks.put(task)
         return task
 

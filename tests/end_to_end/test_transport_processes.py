@@ -79,7 +79,7 @@ def test_a_node_dies_before_a_sum_and_the_survivors_go_on_without_it(members: Me
 def test_a_node_dies_in_the_middle_of_a_sum_and_the_survivors_go_on_without_it(
     members: Members, num_nodes: int
 ) -> None:
-    big = 4_000_000
+    big = 5_000_000
     with members.take(num_nodes) as group:
         with coordination_service(num_nodes) as (address, _):
             for answer in meet(group, address, [(tuple(range(num_nodes)), big)]):
