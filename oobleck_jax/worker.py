@@ -6,6 +6,7 @@ closes the control channel, so it waits for nothing without an end.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -40,7 +41,7 @@ from oobleck_jax.elastic.messages import (
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled
 from oobleck_jax.execution.fabric import Fabric, GlooFabric
 from oobleck_jax.execution.home import Home
-from oobleck_jax.execution.link import Link, TransferLink
+from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.planning.plan import NodeId
@@ -99,7 +100,6 @@ class Worker:
     def _prepare(self, begin: Begin) -> None:
         self._drop_fabric()
         _pin(next(member.cores for member in begin.members if member.node == self._node))
-        began_s = time.monotonic()
         self._begin = begin
         ranks = {member.node: rank for rank, member in enumerate(begin.members)}
         generation = Generation(
@@ -108,8 +108,10 @@ class Worker:
             node=self._node,
             link_addresses={member.node: member.link_address for member in begin.members},
             ranks=ranks,
+            step=begin.step,
+            holdings={member.node: member.holds for member in begin.members},
         )
-        self._trainer.prepare(generation, progress=self._progress)
+        preparation = self._trainer.prepare(generation, progress=self._progress, patience=self._patience(begin.step))
         prepared_s = time.monotonic()
         sums = self._trainer.fabric_sums()
         if sums:
@@ -121,7 +123,7 @@ class Worker:
                 node=self._node,
                 generation=begin.generation,
                 num_compilations=self._trainer.home.num_compilations,
-                seconds={"compile": prepared_s - began_s, "fabric": time.monotonic() - prepared_s},
+                seconds={**preparation.seconds, "fabric": time.monotonic() - prepared_s},
             )
         )
 
@@ -134,12 +136,15 @@ class Worker:
     def _drop_fabric(self) -> None:
         if self._fabric is not None:
             self._fabric.close()
+        if self._begin is not None:
+            self._trainer.abandon()
         self._fabric = self._begin = None
 
     # -- steps
 
     def _run(self, first_step: int) -> None:
         assert self._begin is not None
+        self._trainer.start()
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -213,7 +218,7 @@ def failure(node: NodeId, generation: int, error: BaseException, blames: NodeId 
 
 def main() -> None:
     """Run the worker process: `python -m oobleck_jax.worker --control-fd N`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Serve one node of a run; started by its agent.")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited socket whose other end the agent has")
     parser.add_argument("--host", default="127.0.0.1", help="address of this host under which other nodes reach it")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this node's worker was started before")
@@ -259,7 +264,12 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
 
     def connect(begin: Begin, rank: int) -> Fabric:
         return GlooFabric.connect(
-            begin.fabric_address, rank=rank, num_nodes=len(begin.members), hostname=arguments.host, limit_s=WAIT_LIMIT_S
+            begin.fabric_address,
+            rank=rank,
+            num_nodes=len(begin.members),
+            hostname=arguments.host,
+            limit_s=WAIT_LIMIT_S,
+            abandoned=control.abandoned,
         )
 
     return Worker(node=welcome.node, config=config, trainer=trainer, control=control, connect_fabric=connect)
@@ -277,10 +287,8 @@ def _pin(cores: tuple[int, ...]) -> None:
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     for thread in os.listdir("/proc/self/task"):
-        try:
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:
-            pass  # the thread has just ended
 
 
 def _as_node(number: int | None) -> NodeId | None:

@@ -34,8 +34,8 @@ class Home:
         """Take the devices.
 
         Args:
-            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several that
-                need the same program at the same time, one compiles it and the others read it.
+            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
+                that need the same program at the same time, one compiles it and the others read it.
         """
         self.devices = tuple(devices)
         self._shared_cache = shared_cache
@@ -107,8 +107,8 @@ class StageDevices:
         """Take the devices.
 
         Args:
-            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several that
-                need the same program at the same time, one compiles it and the others read it.
+            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
+                that need the same program at the same time, one compiles it and the others read it.
         """
         self.devices = tuple(devices)
         self._shared_cache = shared_cache

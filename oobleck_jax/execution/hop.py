@@ -1,7 +1,7 @@
 """Hops: the way from a stage to the one before or after it, whether in this node or in another.
 
-Stages may have unequal device counts. Between nodes an activation is offered shard by shard (parts of the batch) and put
-together again on the devices of the consumer; within a node it is moved from devices to devices.
+Stages may have unequal device counts. Between nodes an activation is offered shard by shard (parts of the batch) and
+put together again on the devices of the consumer; within a node it is moved from devices to devices.
 """
 
 from collections.abc import Mapping
@@ -135,9 +135,7 @@ def shards_of(array: jax.Array) -> list[jax.Array]:
     return [distinct[start] for start in sorted(distinct)]
 
 
-def _shard_specs(
-    whole: jax.ShapeDtypeStruct, num_shards: int, devices: StageDevices
-) -> list[jax.ShapeDtypeStruct]:
+def _shard_specs(whole: jax.ShapeDtypeStruct, num_shards: int, devices: StageDevices) -> list[jax.ShapeDtypeStruct]:
     """Return specs of the shards that a producer with `num_shards` devices offers, spread over the own devices."""
     num_shards = num_shards if whole.shape[0] % num_shards == 0 else 1
     shape = (whole.shape[0] // num_shards, *whole.shape[1:])

@@ -1,15 +1,15 @@
 """A node at work: what one worker does in a generation, step by step. Knows no messages and no other process.
 
-The order of calls is `prepare`, then for each step `compute` and, once the step counts, `commit`; `evaluate` after a
-commit. Until `commit`, nothing that a step does changes parameters or optimizer state, so that a step can be dropped
-at any moment and done again.
+The order of calls is `prepare`, `start`, then for each step `compute` and, once the step counts, `commit`; `evaluate`
+after a commit; `abandon` at any time, after which the next `prepare` can come. Until `commit`, nothing that a step does
+changes parameters or optimizer state, so that a step can be dropped at any moment and done again.
 
 Shapes: B microbatch, T sequence.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.span import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
+from oobleck_jax.execution.state_transfer import StateTransfer, copies_of
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import NodeId, Plan
@@ -44,6 +45,16 @@ class Generation:
     node: NodeId  # this node
     link_addresses: Mapping[NodeId, str]
     ranks: Mapping[NodeId, int]  # in the fabric
+    step: int = 0  # first step of the generation
+    holdings: Mapping[NodeId, tuple[int, ...]] = field(default_factory=dict)  # layers whose state after step - 1 it has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """What getting ready for a generation took."""
+
+    received_bytes: int  # of layer states
+    seconds: dict[str, float]  # compile, copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,22 +94,35 @@ class NodeTrainer:
         self._library = SpanLibrary(self.home, self._functions)
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
-        self._stages: dict[int, StageRuntime] = {}
+        self._groups = groups_of(model)
+        self._stages: dict[int, StageRuntime] = {}  # of the current generation
+        self._held: dict[int, StageRuntime] = {}  # those that have the state after the last commit
         self._executor: Executor | None = None
         self._sums: dict[str, np.ndarray] = {}
 
     # -- a generation
 
-    def prepare(self, generation: Generation, *, progress: Callable[[str, int, int], None]) -> None:
-        """Lay out the node's stages: compile their programs and fill in the initial state.
+    def prepare(
+        self, generation: Generation, *, progress: Callable[[str, int, int], None], patience: Patience
+    ) -> Preparation:
+        """Lay out the node's stages: compile their programs, and get the state of their layers.
+
+        What the node held before stays as it is until `start`, because the generation may end before it begins, and
+        others may need it then.
 
         Args:
             progress: told (phase, done, total) as the work goes on.
+
+        Raises:
+            Abandoned, PeerLost, Stalled, StateDamaged: a state does not come.
         """
+        began_s = time.monotonic()
         self._generation = generation
-        self._buckets = buckets_of(groups_of(self._model), generation.plan)
+        self._buckets = buckets_of(self._groups, generation.plan)
         layout = layout_of(self._model, generation.plan, generation.node)
         self._stages = self._make_stages(layout)
+        transfer = self._transfer(generation)
+        transfer.offer(self._held_states(transfer.outgoing))
         calls = [
             call
             for stage in self._stages.values()
@@ -108,10 +132,10 @@ class NodeTrainer:
             progress("compile", done, len(calls))
             call()
         progress("compile", len(calls), len(calls))
-        names = sorted({name for stage in self._stages.values() for name in stage.groups})
-        states = {name: self._builder.initial(name, self._config.seed) for name in names}
-        for stage in self._stages.values():
-            stage.load(states)
+        compiled_s = time.monotonic()
+        received = transfer.receive({name: self._builder.state_shapes(name) for name in transfer.incoming}, patience)
+        self._load(received)
+        copied_s = time.monotonic()
         before, after = hops_of(self._stages, generation.number, generation.node, generation.link_addresses, self._link)
         self._executor = Executor(
             config=self._config,
@@ -121,6 +145,51 @@ class NodeTrainer:
             hops_before=before,
             hops_after=after,
         )
+        return Preparation(
+            received_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
+            seconds={"compile": compiled_s - began_s, "copy": copied_s - compiled_s},
+        )
+
+    def start(self) -> None:
+        """Everybody is prepared: what the node held only for others is dropped."""
+        self._held = self._stages
+        self._link.settle()
+
+    def abandon(self) -> None:
+        """Drop the generation: its offers, and what was prepared but not started."""
+        self._link.drain()
+        self._executor = None
+        self._sums = {}
+
+    def _transfer(self, generation: Generation) -> StateTransfer:
+        copies = copies_of(self._groups, generation.plan, generation.holdings, self._builder.sizes)
+        return StateTransfer(
+            copies,
+            node=generation.node,
+            generation=generation.number,
+            step=generation.step,
+            ranks=generation.ranks,
+            addresses=generation.link_addresses,
+            link=self._link,
+            device=self.home.devices[0],
+        )
+
+    def _held_states(self, names: Iterable[str]) -> dict[str, GroupState]:
+        wanted = set(names)
+        states: dict[str, GroupState] = {}
+        for stage in self._held.values():
+            states |= stage.states(wanted)
+        return states
+
+    def _load(self, received: Mapping[str, GroupState]) -> None:
+        """Fill the prepared stages: with what was held, else received, else (before the first step) made anew."""
+        needed = {name for stage in self._stages.values() for name in stage.groups}
+        states = self._held_states(needed) | dict(received)
+        for name in sorted(needed - states.keys()):
+            assert self._generation.step == 0, f"nobody holds {name} after step {self._generation.step - 1}"
+            states[name] = self._builder.initial(name, self._config.seed)
+        for stage in self._stages.values():
+            stage.load(states)
 
     def fabric_sums(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Return (ranks, length) of every sum that the nodes of the generation ask the fabric for, in one order."""
@@ -192,7 +261,7 @@ class NodeTrainer:
         """Return the state of every group that the node holds, as copies."""
         states: dict[str, GroupState] = {}
         for stage in self._stages.values():
-            states |= jax.tree.map(np.copy, stage.states())
+            states |= jax.tree.map(np.copy, stage.states(stage.groups))
         return states
 
     def summed_gradients(self) -> dict[str, np.ndarray]:

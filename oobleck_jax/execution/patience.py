@@ -1,4 +1,4 @@
-"""Waiting for another node: with a deadline, ending at once when the generation is over, and saying whom one waits for."""
+"""Waiting for another node: with a deadline, ending when the generation is over, and saying whom one waits for."""
 
 import threading
 import time

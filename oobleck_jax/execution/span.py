@@ -226,7 +226,7 @@ class Span:
             (self.accumulator_specs,),
             out_shardings=(
                 self.devices.replicated,
-                {attribute: self.devices.replicated for attribute in self.functions.tied_shapes},
+                dict.fromkeys(self.functions.tied_shapes, self.devices.replicated),
             ),
         )
 

@@ -3,7 +3,7 @@
 Shapes: B microbatch, T sequence, N layers of a span, P parameters of a layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,11 +112,15 @@ class StageRuntime:
         """Take the parameters and optimizer state of the stage's groups."""
         self._runs = {names: self._builder.stack(names, states, self.devices) for names in self.run_names}
 
-    def states(self) -> dict[str, GroupState]:
-        """Return the states of the stage's groups, as numpy arrays that the next update invalidates."""
+    def states(self, wanted: Collection[str]) -> dict[str, GroupState]:
+        """Return the states of those of the stage's groups that are wanted, as numpy arrays.
+
+        They may share memory with the stage, so the next update invalidates them.
+        """
         states: dict[str, GroupState] = {}
-        for run in self._runs.values():
-            states |= self._builder.unstack(run)
+        for names, run in self._runs.items():
+            if not set(names).isdisjoint(wanted):
+                states |= {name: state for name, state in self._builder.unstack(run).items() if name in wanted}
         return states
 
     # -- a step

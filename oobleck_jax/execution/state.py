@@ -20,6 +20,7 @@ from oobleck_jax.execution.optimizer import init_optimizer, update_groups
 from oobleck_jax.model import LayeredModel
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupState:
     """Parameters and optimizer state of one group, as numpy arrays; read only."""
@@ -72,12 +73,21 @@ class StateBuilder:
         init = self._home.compiled(("init", kind), self._functions[kind].init, (scalar, scalar))
         own, tied = init(np.uint32(seed % 2**32), np.uint32(layer))
         params = own if group.attribute is None else tied[group.attribute]
-        specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), params)
         # AdamW starts from zeros: the shapes are enough, and no program is needed.
-        state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), specs)
+        shapes = self.state_shapes(name).optimizer_state
         return GroupState(
             params=jax.tree.map(np.asarray, params),
-            optimizer_state=jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), state),
+            optimizer_state=jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes),
+        )
+
+    def state_shapes(self, name: str) -> GroupState:
+        """Return what the state of a group looks like, as `jax.ShapeDtypeStruct`s."""
+        params = self.shapes(name)
+        stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), params)
+        state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), stacked)
+        return GroupState(
+            params=params,
+            optimizer_state=jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state),
         )
 
     def stack(self, names: Sequence[str], states: Mapping[str, GroupState], devices: StageDevices) -> ParameterRun:

@@ -22,7 +22,7 @@ TOY = f"{Path(__file__).parents[1] / 'models' / 'toy_model.py'}:toy"
 
 
 def config_of(**changes) -> RunConfig:
-    config = load_preset("gpt-test")
+    config = replace(load_preset("gpt-test"), eval_every=0)
     model = {name: changes.pop(name) for name in ("dropout_rate", "tie_embeddings") if name in changes}
     return replace(config, model=replace(config.model, **model), **changes)
 
@@ -139,9 +139,9 @@ def test_gradients_equal_single_device_T1(plan):
 )
 def test_gradients_equal_single_device_with_options_T1(changes):
     config = config_of(**changes)
-    for plan in (PLANS["2 stages"], PLANS["2+1 stages"]):
-        gradients = merged(run_cluster(config, plan, steps=1).gradients)
-        assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+    plan = PLANS["2 stages"]
+    gradients = merged(run_cluster(config, plan, steps=1).gradients)
+    assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
 
 
 def test_gradients_of_another_model_equal_single_device_T1():
@@ -160,7 +160,7 @@ def test_gradients_equal_with_several_devices_a_node_T1():
 
 
 def test_gradients_are_bitwise_equal_for_every_cut_T1():
-    config = config_of(dropout_rate=0.1)
+    config = config_of(dropout_rate=0.2)
     cuts = ([6], [1, 5], [2, 4], [3, 2, 1], [1, 1, 1, 1, 1, 1])
     runs = [merged(run_cluster(config, plan_of((cut, 4), ([4, 2], 4)), steps=1).gradients) for cut in cuts]
     for run in runs[1:]:
@@ -169,7 +169,7 @@ def test_gradients_are_bitwise_equal_for_every_cut_T1():
 
 
 def test_different_plans_have_the_same_losses_T2():
-    config = config_of()
+    config = config_of(eval_every=8)
     one = run_cluster(config, plan_of(([3, 3], 8)), steps=8, evaluate=True)
     other = run_cluster(config, plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=8, evaluate=True)
     np.testing.assert_allclose(other.losses, one.losses, rtol=1e-6)

@@ -100,10 +100,11 @@ def run_cluster(
             link_addresses={other: links[other].address for other in nodes},
             ranks={other: index for index, other in enumerate(nodes)},
         )
-        trainer.prepare(generation, progress=lambda phase, done, total: None)
+        patience = Patience(abandoned=abandoned, limit_s=LIMIT_S, on_waiting=lambda node: None)
+        trainer.prepare(generation, progress=lambda phase, done, total: None, patience=patience)
+        trainer.start()
         fabric = sums.fabric(rank)
         fabric.warm(trainer.fabric_sums(), limit_s=LIMIT_S, abandoned=abandoned)
-        patience = Patience(abandoned=abandoned, limit_s=LIMIT_S, on_waiting=lambda node: None)
         for step in range(steps):
             results[node] = trainer.compute(step, fabric=fabric, patience=patience)
             gradients[node] = trainer.summed_gradients()

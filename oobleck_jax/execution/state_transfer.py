@@ -1,0 +1,151 @@
+"""How the states of groups come to the nodes that need them, from the memory of nodes that have them.
+
+Who sends what is derived from (plan, holdings) alone, so nobody asks: sources offer, destinations pull, by key.
+Parameters and optimizer state travel together, with a checksum that the destination verifies.
+
+Source: Oobleck (SOSP '23), section 5.2; with optimizer state, and with the load balanced over the sources.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from oobleck_jax.errors import OobleckError
+from oobleck_jax.execution.layout import Group
+from oobleck_jax.execution.link import Link, LinkKey, Payload, Pull
+from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.state import GroupState
+from oobleck_jax.planning.plan import NodeId, Plan
+
+
+class StateDamaged(OobleckError):
+    """A state arrived with other bits than it was sent with.
+
+    Attributes:
+        node: who sent it.
+        group: what it belongs to.
+    """
+
+    def __init__(self, *, node: NodeId, group: str) -> None:
+        super().__init__(f"the state of {group} from node {node} arrived damaged: its checksum differs")
+        self.node = node
+        self.group = group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateCopy:
+    """One group's state goes from one node to another."""
+
+    group: str
+    source: NodeId
+    destination: NodeId
+
+
+def copies_of(
+    groups: Sequence[Group], plan: Plan, holdings: Mapping[NodeId, Sequence[int]], sizes: Mapping[str, int]
+) -> tuple[StateCopy, ...]:
+    """Return the copies that bring every group to all nodes that need it and lack it (property P8).
+
+    Groups that nobody holds are left out: they can only be made anew. Largest groups first, each from the holder that
+    has to send least so far.
+
+    Args:
+        holdings: layers whose state each live node has.
+        sizes: size of each group, in any unit.
+    """
+    copies: list[StateCopy] = []
+    sent = dict.fromkeys(holdings, 0)
+    for group in sorted(groups, key=lambda group: (-sizes[group.name], group.name)):
+        holders = {node for node, layers in holdings.items() if not set(group.layers).isdisjoint(layers)}
+        needed_by = {node for layer in group.layers for node in plan.holders_of(layer)}
+        for destination in sorted(needed_by - holders) if holders else ():
+            source = min(holders, key=lambda node: (sent[node], node))
+            sent[source] += sizes[group.name]
+            copies.append(StateCopy(group=group.name, source=source, destination=destination))
+    return tuple(copies)
+
+
+class StateTransfer:
+    """The copies of one generation, as far as this node has a part in them."""
+
+    def __init__(
+        self,
+        copies: Sequence[StateCopy],
+        *,
+        node: NodeId,
+        generation: int,
+        step: int,
+        ranks: Mapping[NodeId, int],
+        addresses: Mapping[NodeId, str],
+        link: Link,
+        device: jax.Device,
+    ) -> None:
+        self._copies, self._node = copies, node
+        self._generation, self._step, self._ranks, self._addresses = generation, step, ranks, addresses
+        self._link, self._device = link, device
+
+    @property
+    def outgoing(self) -> tuple[str, ...]:
+        """Groups that this node sends, each once for every destination."""
+        return tuple(copy.group for copy in self._copies if copy.source == self._node)
+
+    @property
+    def incoming(self) -> tuple[str, ...]:
+        """Groups that this node gets."""
+        return tuple(copy.group for copy in self._copies if copy.destination == self._node)
+
+    def offer(self, states: Mapping[str, GroupState]) -> None:
+        """Let the destinations have what this node sends. Returns at once."""
+        for number, copy in enumerate(self._copies):
+            if copy.source == self._node:
+                leaves = jax.tree.leaves(states[copy.group])
+                arrays = [*leaves, _checksum(leaves)]
+                self._link.offer(self._key(number, copy), [jax.device_put(array, self._device) for array in arrays])
+
+    def receive(self, shapes: Mapping[str, Any], patience: Patience) -> dict[str, GroupState]:
+        """Return the states that this node gets.
+
+        Args:
+            shapes: what the state of each group looks like.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: as `Patience.wait`.
+            StateDamaged: a checksum differs.
+        """
+        pulls: list[tuple[StateCopy, Pull]] = []
+        for number, copy in enumerate(self._copies):
+            if copy.destination == self._node:
+                specs = [
+                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(self._device))
+                    for leaf in [*jax.tree.leaves(shapes[copy.group]), _checksum([])]
+                ]
+                pulls.append((copy, self._link.pull(self._addresses[copy.source], self._key(number, copy), specs)))
+        states: dict[str, GroupState] = {}
+        for copy, pull in pulls:
+            *leaves, checksum = [np.asarray(array) for array in patience.wait(pull.wait, (copy.source,))]
+            if not np.array_equal(_checksum(leaves), checksum):
+                raise StateDamaged(node=copy.source, group=copy.group)
+            states[copy.group] = jax.tree.unflatten(jax.tree.structure(shapes[copy.group]), leaves)
+        return states
+
+    def _key(self, number: int, copy: StateCopy) -> LinkKey:
+        return LinkKey(
+            generation=self._generation,
+            step=self._step,
+            payload=Payload.STATE,
+            consumer=self._ranks[copy.destination],
+            item=number,
+        )
+
+
+def _checksum(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """Return uint32[2]: the sum of all 32-bit words, each leaf's weighed by its place so that swaps show."""
+    total = 0
+    for place, leaf in enumerate(leaves, start=1):
+        words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint32)
+        total += place * int(np.add.reduce(words, dtype=np.uint64))
+    return np.array([total & 0xFFFFFFFF, total >> 32 & 0xFFFFFFFF], np.uint32)
