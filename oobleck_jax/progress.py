@@ -1,6 +1,6 @@
 """What people see of a run: the plan, how its nodes come up, a bar or lines while it trains, and why it failed."""
 
-import sys
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +108,10 @@ class Story:
         return format_duration((self.steps - self.step) * sum(recent) / len(recent))
 
 
+def _print(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
 class LineDisplay:
     """Plain lines: for logs, pipes and CI. A line at most every few seconds, and one for each event."""
 
@@ -115,7 +119,7 @@ class LineDisplay:
         self,
         story: Story,
         *,
-        write: Callable[[str], object] = print,
+        write: Callable[[str], object] = _print,
         clock: Callable[[], float] = time.monotonic,
         every_s: float = 5.0,
     ) -> None:
@@ -137,16 +141,17 @@ class LineDisplay:
             self._say(self._story.start_up, at_once=isinstance(record, events.Ready))
 
     def note(self, text: str) -> None:
-        self._write(text)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more (`| head`): that must not end a run
+            self._write(text)
 
     def close(self) -> None:
-        sys.stdout.flush()
+        pass
 
     def _say(self, text: str, *, at_once: bool) -> None:
         now_s = self._clock()
         if text != self._last_text and (at_once or now_s - self._last_s >= self._every_s):
             self._last_s, self._last_text = now_s, text
-            self._write(text)
+            self.note(text)
 
 
 class LiveDisplay:

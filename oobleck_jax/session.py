@@ -25,6 +25,7 @@ from oobleck_jax.elastic.effects import Finish
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.terms import Proposal, Terms
+from oobleck_jax.errors import RunFailed
 from oobleck_jax.execution.jaxlib_private import start_coordination_service
 from oobleck_jax.launch import LocalAgents, available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
@@ -52,6 +53,7 @@ class Setting:
         preset: reference of the configuration's preset.
         proposal: the plan to begin with.
         fabric_host: address of this machine as the nodes reach it.
+        listen_host: address to listen on for them.
         is_local: all nodes are on this machine, so their cores can be chosen.
         agents: what to start on this machine.
         token: secret of the nodes.
@@ -65,6 +67,7 @@ class Setting:
     proposal: Proposal
     run_dir: RunDir
     fabric_host: str
+    listen_host: str
     is_local: bool
     agents: Mapping[NodeId, AgentOptions]
     token: str | None
@@ -116,6 +119,8 @@ class Session:
         )
         try:
             end = asyncio.run(self._coordinate(listener, tls))
+        except OSError as error:
+            raise RunFailed(f"the coordinator cannot go on: {error}; see {setting.run_dir.path}") from error
         finally:
             self._agents.end(patience_s=_AGENTS_END_S * setting.patience)
             self._display.close()
@@ -146,11 +151,16 @@ class Session:
     async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
         loop = asyncio.get_running_loop()
         services = Services(
-            start_fabric=start_coordination_service, fabric_host=self._setting.fabric_host, record=self.record
+            start_fabric=start_coordination_service,
+            fabric_host=self._setting.fabric_host,
+            listen_host=self._setting.listen_host,
+            record=self.record,
         )
         coordinator = Coordinator(Membership(self._terms(), loop.time()), services, token=self._setting.token)
         # Before there is anything to leave behind.
         for number, (reason, exit_code) in SIGNALS.items():
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started with nohup
             loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
         for node, options in self._setting.agents.items():
             self._agents.start(node, options, self._setting.run_dir.log_path(node), os.environ)

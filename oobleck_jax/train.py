@@ -6,6 +6,7 @@ processes of their own.
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import ssl
@@ -90,6 +91,11 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     listen_host = host if host in LOOPBACK else "0.0.0.0"
     check_exposure(listen_host, token)
     tls = _server_tls(line.cluster)
+    if process is None and token is None:
+        token = secrets.token_hex()  # nobody else on this machine takes part by accident
+        nodes = replace(nodes, token=token)
+    if line.run.summary_json is not None:
+        line.run.summary_json.parent.mkdir(parents=True, exist_ok=True)
     with (
         RunDir(line.run.run_dir or _default_run_dir(line.run.preset)) as run_dir,
         bind(listen_host, line.cluster.port if process is None else process.port) as listener,
@@ -106,6 +112,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
             proposal=proposal,
             run_dir=run_dir,
             fabric_host=host,
+            listen_host=listen_host,
             is_local=process is None,
             agents=agents,
             token=token,

@@ -143,16 +143,15 @@ class Launch:
     def run_dir(self) -> Path:
         return self.directory / "run"
 
-    def start(
-        self, *arguments: str, worker: tuple[str, ...] = (), run_dir: Path | None = None
-    ) -> "subprocess.Popen[str]":
+    def start(self, *arguments: str, worker: tuple[str, ...] = (), has_nodes: bool = True) -> "subprocess.Popen[str]":
+        """Start a command line; it has the run directory `run_dir`."""
         code = (
             "import sys\n"
             "from oobleck_jax.train import main\n"
-            f"sys.exit(main(sys.argv[1:], worker_command={(*FAKE_WORKER, *worker)!r}))\n"
+            f"sys.exit(main(sys.argv[1:], has_nodes={has_nodes}, worker_command={(*FAKE_WORKER, *worker)!r}))\n"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "--preset", "gpt-test", "--run-dir", str(run_dir or self.run_dir), *arguments],
+            [sys.executable, "-c", code, "--preset", "gpt-test", "--run-dir", str(self.run_dir), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -351,6 +350,21 @@ def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None
     assert "done: 8 of 8 steps" in out
     other.communicate(timeout=10)
     assert other.returncode == 0
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_coordinator_without_nodes_takes_those_that_join(launch: Launch) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    coordinator = launch.start("--coordinator-address", address, "--nodes", "2", "--steps", "8", has_nodes=False)
+    joined = [launch.start("--join", address) for _ in range(2)]
+    out, err = coordinator.communicate(timeout=60)
+    assert (coordinator.returncode, err) == (0, "")
+    assert "done: 8 of 8 steps" in out
+    for process in joined:
+        process.communicate(timeout=10)
+        assert process.returncode == 0
     launch.await_nothing_left(2.0)
 
 

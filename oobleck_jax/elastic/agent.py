@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -65,10 +66,10 @@ async def run_agent(options: AgentOptions) -> int:
         loop.add_signal_handler(number, lambda number=number: (caught.append(number), task.cancel()))
     try:
         async with aiohttp.ClientSession() as session:
-            socket = await _connect(session, options)
-            async with socket:
-                welcome = await _join(socket, options)
-                return await _Agent(options, socket, welcome).run()
+            websocket = await _connect(session, options)
+            async with websocket:
+                welcome = await _join(websocket, options)
+                return await _Agent(options, websocket, welcome).run()
     except asyncio.CancelledError:
         if caught:
             return 128 + caught[0]
@@ -108,7 +109,7 @@ async def _connect(session: aiohttp.ClientSession, options: AgentOptions) -> aio
         await asyncio.sleep(0.2)
 
 
-async def _join(socket: aiohttp.ClientWebSocketResponse, options: AgentOptions) -> messages.Welcome:
+async def _join(websocket: aiohttp.ClientWebSocketResponse, options: AgentOptions) -> messages.Welcome:
     join = messages.Join(
         name=options.name,
         incarnation=0,
@@ -117,8 +118,8 @@ async def _join(socket: aiohttp.ClientWebSocketResponse, options: AgentOptions) 
         node=options.node,
         config_digest=options.config_digest,
     )
-    await socket.send_str(messages.encode(join).decode())
-    frame = await socket.receive(timeout=options.connect_s)
+    await websocket.send_str(messages.encode(join).decode())
+    frame = await websocket.receive(timeout=options.connect_s)
     answer = messages.decode_to_node(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
     match answer:
         case messages.Welcome():
@@ -133,18 +134,17 @@ class _Agent:
     """An agent that is in: one worker, one connection."""
 
     def __init__(
-        self, options: AgentOptions, socket: aiohttp.ClientWebSocketResponse, welcome: messages.Welcome
+        self, options: AgentOptions, websocket: aiohttp.ClientWebSocketResponse, welcome: messages.Welcome
     ) -> None:
         self._options = options
-        self._socket = socket
+        self._websocket = websocket
         self._welcome = welcome
         self._node = welcome.node
         self._incarnation = 0
 
     async def run(self) -> int:
         log_path = Path(self._options.log_dir) / f"node-{self._node}.log" if self._options.log_dir else None
-        # The address this host uses towards the coordinator is one that the other nodes reach, too.
-        host = self._socket.get_extra_info("sockname")[0]
+        host = _reachable_host(self._websocket.get_extra_info("sockname")[0], self._options.coordinator_address)
         command = [*self._options.worker_command, "--host", host, "--incarnation", str(self._incarnation)]
         if self._options.compilation_cache:
             command += ["--compilation-cache", self._options.compilation_cache]
@@ -173,7 +173,7 @@ class _Agent:
 
     async def _relay_down(self, worker: WorkerProcess) -> messages.Stop | None:
         """Pass messages on to the worker until the run is over; None: the connection ended before."""
-        async for frame in self._socket:
+        async for frame in self._websocket:
             if frame.type is not aiohttp.WSMsgType.TEXT:
                 return None
             data: str = frame.data
@@ -204,7 +204,7 @@ class _Agent:
     async def _relay_up(self, worker: WorkerProcess) -> None:
         while (line := await worker.receive()) is not None:
             with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                await self._socket.send_str(line.decode())
+                await self._websocket.send_str(line.decode())
 
     async def _heartbeats(self, worker: WorkerProcess) -> None:
         while True:
@@ -214,7 +214,20 @@ class _Agent:
     async def _send(self, message: messages.ToCoordinator) -> None:
         # A lost connection is noticed where messages are received.
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-            await self._socket.send_str(messages.encode(message).decode())
+            await self._websocket.send_str(messages.encode(message).decode())
+
+
+def _reachable_host(own_address: str, coordinator_address: str) -> str:
+    """Return the address under which the other nodes reach this host: the one it uses towards the coordinator."""
+    if not own_address.startswith("127.") or coordinator_address.startswith(("127.", "localhost")):
+        return own_address
+    # The coordinator's host often knows its own name as a loopback address; take that of the way out instead.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); connecting sends nothing
+        except OSError:
+            return own_address
+        return probe.getsockname()[0]
 
 
 def main() -> None:

@@ -33,6 +33,11 @@ class Cause:
     detail: str = ""  # log tail or traceback
     noticed_s: float
 
+    @property
+    def guilty(self) -> NodeId | None:
+        """The node to blame: who only lost another one blames that one, if it knows which."""
+        return self.blames if self.weight is Weight.COLLATERAL else self.node
+
 
 def first_cause(causes: Sequence[Cause]) -> Cause:
     """Return the heaviest cause; the earliest of equals."""
@@ -51,7 +56,8 @@ def cause_of_exit(exited: messages.WorkerExited, now_s: float) -> Cause:
 def cause_of_failure(failed: messages.Failed, now_s: float) -> Cause:
     """Explain what a worker says of its own end."""
     weight = Weight.COLLATERAL if failed.is_collateral else Weight.OWN
-    what = f"the worker of node {failed.node} failed: {failed.error}"
+    lost = "failed" if failed.blames is None else f"lost node {failed.blames}"
+    what = f"the worker of node {failed.node} {lost}: {failed.error}"
     return Cause(
         node=failed.node,
         blames=failed.blames,

@@ -64,11 +64,13 @@ class Services:
     Attributes:
         start_fabric: starts JAX's coordination service on "host:port" for a number of nodes; may block.
         fabric_host: the address of this machine as the nodes reach it.
+        listen_host: the address to listen on for them: this one, or all of this machine.
         record: takes every record, in order; a commit decision must be on its way to disk when it returns.
     """
 
     start_fabric: Callable[[str, int], FabricService]
     fabric_host: str
+    listen_host: str
     record: Callable[[events.Record], None]
 
 
@@ -187,16 +189,17 @@ class Coordinator:
             self._feed(Tick())
 
     async def _start_fabric(self, wanted: StartFabric) -> None:
-        host = self._services.fabric_host
+        host = self._services.listen_host
         given: Input = FabricFailed(generation=wanted.generation, error="not tried")
         for _ in range(3):  # somebody else may take the port in between
-            address = f"{host}:{_free_port(host)}"
+            port = _free_port(host)
             try:
-                fabric = await asyncio.to_thread(self._services.start_fabric, address, wanted.num_nodes)
+                fabric = await asyncio.to_thread(self._services.start_fabric, f"{host}:{port}", wanted.num_nodes)
             except (OSError, RuntimeError) as error:
                 given = FabricFailed(generation=wanted.generation, error=f"{type(error).__name__}: {error}")
                 continue
             self._fabrics[wanted.generation] = fabric
+            address = f"{self._services.fabric_host}:{port}"
             given = FabricStarted(generation=wanted.generation, address=address)
             break
         self._feed(given)

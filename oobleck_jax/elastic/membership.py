@@ -26,9 +26,11 @@ The loss of a node, in any phase, is answered by the policy:
 
     STOP       collect evidence for verdict_s (at once when it is firm, see blame.py), name the first cause, tell all
                nodes to stop                                                                -> STOPPING
-    REGROUP    exclude it; if it was a member: Abandon to the others, plan for those that are left, and redo the step in
-               the next generation                                                          -> MEETING
+    REGROUP    exclude it (at once, unless a worker only lost a peer: whose fault that is, shows within verdict_s);
+               if it was a member: Abandon to the others, plan for those that are left, and redo the step in the next
+               generation                                                                   -> MEETING
                if no plan exists for them: wait for nodes                                   -> GATHERING
+               if a layer has lost its last holder                                          -> STOPPING
                nodes that became ready meanwhile are taken in after the next commit
 
 A failure in the middle of a recovery is no special case: it is the next generation. What arrives late, from a
@@ -436,10 +438,9 @@ class Membership:
         if self._terms.on_loss is OnLoss.STOP:
             return self._fail(first)
         self._write_failure(first, is_collateral=False)
-        # Who only lost a peer is fine, and waits; if the peer is not to be found, all of them may try again.
-        guilty = first.node if first.weight is not Weight.COLLATERAL else first.blames
-        if guilty is not None and guilty in self._nodes:
-            return self._exclude(self._nodes[guilty], first.what)
+        # Who only lost a peer is fine, and waits; if nobody knows which peer, all of them may try again.
+        if first.guilty is not None and first.guilty in self._nodes:
+            return self._exclude(self._nodes[first.guilty], first.what)
         if self._working:
             return self._regroup(first.what)
         return None
@@ -459,7 +460,7 @@ class Membership:
         if self._is_over:
             return
         self._write_failure(cause, is_collateral=False)
-        self._stop(cause.what, exit_code=1, node=cause.node)
+        self._stop(cause.what, exit_code=1, node=cause.guilty)
 
     def _stop(self, reason: str, *, exit_code: int, node: NodeId | None) -> None:
         """Tell everybody that the run is over, and wait for them to leave."""
@@ -568,7 +569,7 @@ class Membership:
             events.Failed(
                 generation=self.generation,
                 step=self.step,
-                node=cause.node,
+                node=cause.guilty,
                 cause=cause.what,
                 detail=cause.detail,
                 is_collateral=is_collateral,

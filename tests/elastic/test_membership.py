@@ -182,7 +182,7 @@ def test_a_killed_worker_is_blamed_although_its_peers_complained_first() -> None
     simulation.say(second, exited(second.id, -9))
     assert simulation.machine.phase is Phase.STOPPING
     assert [(record.node, record.is_collateral) for record in simulation.records(events.Failed)] == [
-        (0, True),
+        (1, True),
         (2, True),
         (1, False),
     ]
@@ -207,7 +207,9 @@ def test_without_a_better_cause_the_first_complaint_is_taken() -> None:
     simulation.say(first, failure(first.id, "PeerLost: the link to node 1 is broken", blames=NodeId(1)))
     simulation.now_s = simulation.machine.wake_s
     simulation.feed(Tick())
-    assert simulation.records(events.Failed)[0].cause.endswith("PeerLost: the link to node 1 is broken")
+    (failed,) = simulation.records(events.Failed)
+    assert failed.cause == "the worker of node 0 lost node 1: PeerLost: the link to node 1 is broken"
+    assert failed.node == 1
 
 
 def test_a_silent_agent_is_lost() -> None:
