@@ -95,6 +95,11 @@ class Worker:
                 generation = self._begin.generation if self._begin else 0
                 self._control.send(failure(self._node, generation, error, blames=_as_node(error.node)))
 
+    def log_fingerprints(self) -> None:
+        """Write a checksum of each group's state into the log, by which replicas can be compared (property T3)."""
+        for group, checksum in sorted(self._trainer.fingerprints().items()):
+            logger.info("state of %s: %016x", group, checksum)
+
     # -- a generation
 
     def _prepare(self, begin: Begin) -> None:
@@ -232,7 +237,9 @@ def main() -> None:
     _set_up_jax(arguments.compilation_cache)
     try:
         worker = _make_worker(welcome, control, arguments)
-        logger.info("over: %s", worker.serve())
+        reason = worker.serve()
+        worker.log_fingerprints()
+        logger.info("over: %s", reason)
     except Exception as error:
         logger.exception("this worker cannot go on")
         control.send(failure(welcome.node, 0, error))

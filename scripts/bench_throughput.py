@@ -74,8 +74,12 @@ def report(arguments: Arguments, plain: list[float], pipeline: dict[int, list[di
         "plain_tokens_per_s": plain_rate,
         "tokens_per_s": {str(count): rate for count, rate in rates.items()},
         "ratio": {str(count): ratio for count, ratio in ratios.items()},
-        "seconds_of_a_step": {str(count): summaries[-1].get("seconds_of_a_step") for count, summaries in pipeline.items()},
-        "peak_memory_bytes": {str(count): summaries[-1].get("peak_memory_bytes") for count, summaries in pipeline.items()},
+        "seconds_of_a_step": {
+            str(count): summaries[-1].get("seconds_of_a_step") for count, summaries in pipeline.items()
+        },
+        "peak_memory_bytes": {
+            str(count): summaries[-1].get("peak_memory_bytes") for count, summaries in pipeline.items()
+        },
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -83,7 +87,15 @@ def report(arguments: Arguments, plain: list[float], pipeline: dict[int, list[di
 
 def run_plain(arguments: Arguments) -> float:
     """Return the tokens/s of the plain side, measured in a process of its own."""
-    command = [sys.executable, __file__, "--plain-worker", "--preset", arguments.preset, "--steps", str(arguments.steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--plain-worker",
+        "--preset",
+        arguments.preset,
+        "--steps",
+        str(arguments.steps),
+    ]
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
     return float(json.loads(result.stdout.splitlines()[-1]))
 

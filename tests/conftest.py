@@ -10,8 +10,8 @@ import jax
 from jaxtyping import install_import_hook
 
 
-# Compiling costs far more than running these small programs, and a third as much without LLVM's optimizations. The
-# end-to-end tests start their processes without this.
+# Compiling costs far more than running these small programs, and a third as much without the optimizations of LLVM.
+# Processes that tests start inherit this.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

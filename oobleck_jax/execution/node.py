@@ -30,7 +30,7 @@ from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.span import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
-from oobleck_jax.execution.state_transfer import StateTransfer, copies_of
+from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of, copies_of
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import NodeId, Plan
@@ -256,6 +256,11 @@ class NodeTrainer:
         return self._executor.evaluate(step, patience)
 
     # -- what tests and diagnosis look at
+
+    def fingerprints(self) -> dict[str, int]:
+        """Return a checksum of parameters and optimizer state of every group that the node holds."""
+        states = self._held_states(name for stage in self._held.values() for name in stage.groups)
+        return {name: checksum_of(jax.tree.leaves(state)) for name, state in states.items()}
 
     def states(self) -> dict[str, GroupState]:
         """Return the state of every group that the node holds, as copies."""

@@ -142,10 +142,16 @@ class StateTransfer:
         )
 
 
-def _checksum(leaves: Sequence[np.ndarray]) -> np.ndarray:
-    """Return uint32[2]: the sum of all 32-bit words, each leaf's weighed by its place so that swaps show."""
+def checksum_of(leaves: Sequence[np.ndarray]) -> int:
+    """Return 64 bits: the sum of all 32-bit words, each leaf's weighed by its place so that swaps show."""
     total = 0
     for place, leaf in enumerate(leaves, start=1):
         words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint32)
         total += place * int(np.add.reduce(words, dtype=np.uint64))
-    return np.array([total & 0xFFFFFFFF, total >> 32 & 0xFFFFFFFF], np.uint32)
+    return total % 2**64
+
+
+def _checksum(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the checksum as uint32[2], for the way."""
+    checksum = checksum_of(leaves)
+    return np.array([checksum % 2**32, checksum >> 32], np.uint32)
