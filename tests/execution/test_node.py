@@ -15,7 +15,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.layer_functions import LayerFunctions, keys_of
 from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.state import StateBuilder
-from tests.execution.thread_cluster import flat, plan_of, run_cluster, shared_home
+from tests.execution.thread_cluster import flat, plan_of, run_cluster, run_generations, shared_home
 
 
 TOY = f"{Path(__file__).parents[1] / 'models' / 'toy_model.py'}:toy"
@@ -190,3 +190,29 @@ def test_all_holders_of_a_layer_are_equal_after_20_steps_T3():
     for name, found in holders.items():
         for state in found[1:]:
             jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), state, found[0])
+
+
+def test_losses_after_a_change_of_membership_are_those_without_T2():
+    config = config_of(steps=12)
+    expected = run_cluster(config, plan_of(([3, 3], 8)), steps=12)
+    first = plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2))  # nodes 0 1 2 | 3 4 | 5
+    second = rebind(plan_of(([3, 3], 5), ([4, 2], 3)), [0, 2, 3, 4])  # 1 and 5 are lost; 0 and 2 must fetch layers
+    third = rebind(plan_of(([2, 2, 2], 4), ([3, 3], 4)), [6, 0, 4, 2, 3])  # 6 joins
+    run = run_generations(config, [(first, 4), (second, 4), (third, 4)], wasted_step=True)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-6)
+    holders: dict[str, list] = {}
+    for states in run.states.values():
+        for name, state in states.items():
+            holders.setdefault(name, []).append(state)
+    for name, found in holders.items():
+        for state in found[1:]:
+            jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), state, found[0])
+
+
+def rebind(plan, nodes):
+    """Return the plan with its nodes replaced, in the order of the pipelines."""
+    remaining = iter(nodes)
+    pipelines = tuple(
+        replace(pipeline, nodes=tuple(next(remaining) for _ in pipeline.nodes)) for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)

@@ -3,6 +3,7 @@
 import functools
 import math
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,10 +14,9 @@ from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.in_process import InProcessHub, InProcessSums
-from oobleck_jax.execution.node import Generation, NodeTrainer
+from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.state import GroupState
-from oobleck_jax.model import LayeredModel
 from oobleck_jax.model_config import ModelConfig
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 
@@ -32,13 +32,11 @@ class ClusterRun:
         losses: mean loss of each step.
         gradients: summed gradients of the last step, by node and group.
         states: parameters and optimizer state after the last step, by node and group.
-        reports: of the last step, by node: (group, squared norm, checksum).
     """
 
     losses: tuple[float, ...]
     gradients: dict[NodeId, dict[str, np.ndarray]]
     states: dict[NodeId, dict[str, GroupState]]
-    reports: dict[NodeId, tuple[tuple[str, float, int], ...]]
     eval_loss: float | None
 
 
@@ -63,74 +61,110 @@ def plan_of(*pipelines: tuple[list[int], int], devices: int = 1) -> Plan:
     return Plan(pipelines=tuple(made))
 
 
-def run_cluster(
-    config: RunConfig, plan: Plan, *, steps: int, model: LayeredModel | None = None, evaluate: bool = False
-) -> ClusterRun:
+def run_cluster(config: RunConfig, plan: Plan, *, steps: int, evaluate: bool = False) -> ClusterRun:
     """Train `steps` steps of a plan, every node a thread."""
-    model = model or config.model.build()
-    dataset = TokenDataset.open(config)
-    nodes = plan.nodes
-    hub, sums = InProcessHub(), InProcessSums(jax.devices("cpu")[: len(nodes)])
-    home = shared_home(config.model, config.devices_per_node)
-    trainers: dict[NodeId, NodeTrainer] = {}
-    barrier = threading.Barrier(len(nodes), timeout=LIMIT_S)
-    abandoned = threading.Event()
-    results: dict[NodeId, object] = {}
-    losses: list[float] = []
+    return run_generations(config, [(plan, steps)], evaluate=evaluate)
 
-    def node_main(rank: int, node: NodeId) -> None:
+
+def run_generations(
+    config: RunConfig, plans: Sequence[tuple[Plan, int]], *, evaluate: bool = False, wasted_step: bool = False
+) -> ClusterRun:
+    """Train with one plan after the other, each for so many steps; nodes that are not in the next plan are lost.
+
+    Args:
+        evaluate: evaluate at the end.
+        wasted_step: each generation but the last also computes a step that is never committed.
+    """
+    cluster = _Cluster(config, plans)
+    with ThreadPoolExecutor(len(cluster.nodes)) as pool:
+        futures = [pool.submit(cluster.run_node, node, evaluate, wasted_step) for node in cluster.nodes]
+        for future in futures:
+            future.result(timeout=10 * LIMIT_S)
+    last = plans[-1][0].nodes
+    return ClusterRun(
+        losses=tuple(cluster.losses),
+        gradients={node: cluster.gradients[node] for node in last},
+        states={node: cluster.trainers[node].states() for node in last},
+        eval_loss=_mean(cluster.evaluations.values()) if evaluate else None,
+    )
+
+
+class _Cluster:
+    def __init__(self, config: RunConfig, plans: Sequence[tuple[Plan, int]]) -> None:
+        self.nodes = sorted({node for plan, _ in plans for node in plan.nodes})
+        self.trainers: dict[NodeId, NodeTrainer] = {}
+        self.gradients: dict[NodeId, dict[str, np.ndarray]] = {}
+        self.evaluations: dict[NodeId, tuple[float, int]] = {}
+        self.losses: list[float] = []
+        self._config, self._plans = config, plans
+        self._hub = InProcessHub()
+        self._links = {node: self._hub.link() for node in self.nodes}
+        self._sums = [InProcessSums(jax.devices("cpu")[: len(plan.nodes)]) for plan, _ in plans]
+        self._barriers = [threading.Barrier(len(plan.nodes), timeout=LIMIT_S) for plan, _ in plans]
+        self._abandoned = threading.Event()
+        self._results: dict[NodeId, StepResult] = {}
+
+    def run_node(self, node: NodeId, evaluate: bool, wasted_step: bool) -> None:
         try:
-            work(rank, node)
+            trainer = self.trainers[node] = NodeTrainer(
+                config=self._config,
+                model=self._config.model.build(),
+                dataset=TokenDataset.open(self._config),
+                home=shared_home(self._config.model, self._config.devices_per_node),
+                link=self._links[node],
+            )
+            first_step = 0
+            for number, (plan, steps) in enumerate(self._plans):
+                if node in plan.nodes:
+                    self._run_generation(trainer, number, node, first_step, evaluate, wasted_step)
+                first_step += steps
         except BaseException:
-            abandoned.set()
-            barrier.abort()
+            self._abandoned.set()
+            for barrier in self._barriers:
+                barrier.abort()
             raise
 
-    evaluations: dict[NodeId, tuple[float, int]] = {}
-    gradients: dict[NodeId, dict[str, np.ndarray]] = {}
-    links = {node: hub.link() for node in nodes}
-
-    def work(rank: int, node: NodeId) -> None:
-        trainer = NodeTrainer(config=config, model=model, dataset=dataset, home=home, link=links[node])
-        trainers[node] = trainer
+    def _run_generation(
+        self, trainer: NodeTrainer, number: int, node: NodeId, first_step: int, evaluate: bool, wasted_step: bool
+    ) -> None:
+        plan, steps = self._plans[number]
+        before = self._plans[number - 1][0] if number else None
+        survivors = set(before.nodes).intersection(plan.nodes) if before else set()
         generation = Generation(
-            number=1,
+            number=number + 1,
             plan=plan,
             node=node,
-            link_addresses={other: links[other].address for other in nodes},
-            ranks={other: index for index, other in enumerate(nodes)},
+            link_addresses={other: self._links[other].address for other in plan.nodes},
+            ranks={other: rank for rank, other in enumerate(plan.nodes)},
+            step=first_step,
+            holdings={other: before.layers_of(other) if before and other in survivors else () for other in plan.nodes},
         )
-        patience = Patience(abandoned=abandoned, limit_s=LIMIT_S, on_waiting=lambda node: None)
+        patience = Patience(abandoned=self._abandoned, limit_s=LIMIT_S, on_waiting=lambda node: None)
         trainer.prepare(generation, progress=lambda phase, done, total: None, patience=patience)
+        rank = generation.ranks[node]
+        fabric = self._sums[number].fabric(rank)
+        fabric.warm(trainer.fabric_sums(), limit_s=LIMIT_S, abandoned=self._abandoned)
+        barrier = self._barriers[number]
+        barrier.wait()
         trainer.start()
-        fabric = sums.fabric(rank)
-        fabric.warm(trainer.fabric_sums(), limit_s=LIMIT_S, abandoned=abandoned)
-        for step in range(steps):
-            results[node] = trainer.compute(step, fabric=fabric, patience=patience)
-            gradients[node] = trainer.summed_gradients()
+        is_last = number + 1 == len(self._plans)
+        for step in range(first_step, first_step + steps):
+            self._results[node] = trainer.compute(step, fabric=fabric, patience=patience)
+            self.gradients[node] = trainer.summed_gradients()
             barrier.wait()
-            loss, norm = _decide(results.values(), config)
+            loss, norm = _decide([self._results[other] for other in plan.nodes], self._config)
             barrier.wait()
             if rank == 0:
-                losses.append(loss)
+                self.losses.append(loss)
             trainer.commit(step, norm)
-        if evaluate:
-            total = trainer.evaluate(steps - 1, patience)
-            evaluations[node] = (total.loss_sum, total.num_tokens)
-
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        for future in [pool.submit(node_main, rank, node) for rank, node in enumerate(nodes)]:
-            future.result(timeout=10 * LIMIT_S)
-    return ClusterRun(
-        losses=tuple(losses),
-        gradients=gradients,
-        states={node: trainer.states() for node, trainer in trainers.items()},
-        reports={
-            node: tuple((item.group, item.squared_norm, item.checksum) for item in result.reports)
-            for node, result in results.items()
-        },
-        eval_loss=_mean(evaluations.values()) if evaluate else None,
-    )
+        if evaluate and is_last:
+            total = trainer.evaluate(first_step + steps - 1, patience)
+            self.evaluations[node] = (total.loss_sum, total.num_tokens)
+        if wasted_step and not is_last:
+            trainer.compute(first_step + steps, fabric=fabric, patience=patience)
+        if not is_last:
+            barrier.wait()
+            trainer.abandon()
 
 
 def _decide(results, config: RunConfig) -> tuple[float, float]:
