@@ -1,23 +1,26 @@
 """The best plan for the nodes that are alive.
 
-The inside of this file is a first, simple one: pipelines of nearly equal size, balanced stages.
+1. Templates: for each number of nodes, the partitions worth having (templates.py, partition.py).
+2. Shares: how many pipelines of which sizes, with how many microbatches (allocate.py). Exact by the cost model.
+3. The best one, and the best ones of larger and larger pipelines, are played through (forecast.py), because fewer and
+   deeper pipelines exchange fewer gradients. The fastest is taken.
+
+All of it is a function of its arguments, to the byte, on every machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from oobleck_jax.errors import NotEnoughNodes, PlanError
-from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template, check_plan
+from oobleck_jax.planning.allocate import Share, best_shares
+from oobleck_jax.planning.forecast import Forecast, StageForecast, forecast_plan, forecast_times
+from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, check_plan
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.schedule import StageCost
+from oobleck_jax.planning.templates import Templates, make_templates, template_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageForecast:
-    """What a stage is predicted to take."""
-
-    cost: StageCost  # of one microbatch
-    memory_bytes: int  # of each of its devices, at the peak
+MAX_CANDIDATES = 6  # allocations that are played through
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +29,26 @@ class Planning:
 
     plan: Plan
     reason: str  # one sentence
-    step_s: float  # predicted time of one step
-    stages: tuple[tuple[StageForecast, ...], ...]  # of each pipeline
-    num_replicas: int  # pipelines; every layer is held by as many nodes
+    forecast: Forecast
     is_degraded: bool  # fewer than fault_tolerance + 1 replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines; every layer is held by as many nodes."""
+        return len(self.plan.pipelines)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        return self.forecast.step_s
+
+    @property
+    def stages(self) -> tuple[tuple[StageForecast, ...], ...]:
+        return self.forecast.stages
 
     def costs_of(self, pipeline_index: int) -> tuple[StageCost, ...]:
         """Return the costs of a pipeline's stages, as schedules take them."""
-        return tuple(stage.cost for stage in self.stages[pipeline_index])
+        return tuple(stage.cost for stage in self.forecast.stages[pipeline_index])
 
 
 def best_plan(
@@ -47,8 +62,11 @@ def best_plan(
 ) -> Planning:
     """Return the plan that takes the least time for a step.
 
+    With fewer nodes than `fault_tolerance + 1` pipelines need, it is the best one with as many pipelines as fit, and
+    says so.
+
     Args:
-        profile: costs of the layers; has costs for 1 and, where devices_per_node is more, more devices.
+        profile: costs of the layers.
         nodes: the nodes that are alive, ascending.
         devices_per_node: devices of each.
         fault_tolerance: f; at least f + 1 pipelines wherever the nodes suffice.
@@ -56,117 +74,136 @@ def best_plan(
         device_memory_bytes: what a stage may use of each device.
 
     Raises:
-        NotEnoughNodes: not even one pipeline fits.
-        PlanError: more pipelines than microbatches are asked for.
+        NotEnoughNodes: not even one pipeline fits on the nodes.
+        PlanError: the model fits on no number of nodes, or there are fewer microbatches than pipelines.
     """
-    if num_microbatches <= fault_tolerance:
+    # Rounded up, so that the templates of the first plan are those of the plans after losses, too.
+    max_nodes = min(profile.num_layers, 1 << (max(len(nodes), 1) - 1).bit_length())
+    templates = make_templates(
+        profile,
+        max_nodes=max_nodes,
+        devices_per_node=devices_per_node,
+        num_microbatches=num_microbatches,
+        device_memory_bytes=device_memory_bytes,
+    )
+    return plan_from(templates, nodes=nodes, fault_tolerance=fault_tolerance)
+
+
+def plan_from(templates: Templates, *, nodes: tuple[NodeId, ...], fault_tolerance: int) -> Planning:
+    """Return the best plan that uses given templates; see `best_plan`."""
+    wanted = fault_tolerance + 1
+    if templates.num_microbatches < wanted:
         raise PlanError(
-            f"{num_microbatches} microbatches cannot feed {fault_tolerance + 1} pipelines; lower --microbatch-size or "
+            f"{templates.num_microbatches} microbatches cannot feed {wanted} pipelines; lower --microbatch-size or "
             "--fault-tolerance"
         )
-    num_devices = 1 << (devices_per_node.bit_length() - 1)
-    fitting: dict[int, tuple[Template, tuple[StageForecast, ...]]] = {}
-    for size in range(1, min(len(nodes), profile.num_layers) + 1):
-        stages = _balanced(profile, size, num_devices)
-        forecasts = tuple(_forecast(profile, stage, size - i, num_microbatches) for i, stage in enumerate(stages))
-        if max(forecast.memory_bytes for forecast in forecasts) <= device_memory_bytes:
-            fitting[size] = (Template(stages=stages), forecasts)
-    if not fitting:
-        raise NotEnoughNodes(
-            f"{len(nodes)} nodes left, but the model does not fit on them ({profile.device}, "
-            f"{device_memory_bytes / 2**30:.1f} GiB per device); add nodes or lower --microbatch-size",
-            num_nodes=len(nodes),
-            num_needed=len(nodes) + 1,
-        )
-    num_needed = min(fault_tolerance + 1, len(nodes) // min(fitting))
-    candidates = [
-        _bind(fitting, nodes, count, num_microbatches)
-        for count in range(num_needed, min(len(nodes), num_microbatches) + 1)
-        if len(nodes) // count >= min(fitting)
-    ]
-    step_s, plan = min(candidates, key=lambda item: item[0])
-    check_plan(
-        plan, num_layers=profile.num_layers, num_microbatches=num_microbatches, devices_per_node=devices_per_node
+    smallest = templates.smallest
+    if smallest is None or smallest > len(nodes):
+        raise _no_pipeline_fits(templates, len(nodes))
+    num_pipelines = min(wanted, len(nodes) // smallest)
+    plans = [_bind(shares, nodes) for shares in _candidates(templates, len(nodes), num_pipelines)]
+    times = forecast_times(plans, templates.profile, templates.costs)
+    _, _, number = min(
+        (time.step_ns, len(plan.spare_nodes), i) for i, (time, plan) in enumerate(zip(times, plans, strict=True))
     )
-    is_degraded = len(plan.pipelines) <= fault_tolerance
-    replicas = f"{len(plan.pipelines)} pipelines on {len(nodes) - len(plan.spare_nodes)} of {len(nodes)} nodes"
-    needed = (
-        f"; {fault_tolerance + 1} pipelines need {(fault_tolerance + 1) * min(fitting)} nodes" if is_degraded else ""
+    plan = plans[number]
+    forecast = forecast_plan(plan, templates.profile, templates.costs)
+    check_plan(
+        plan,
+        num_layers=templates.profile.num_layers,
+        num_microbatches=templates.num_microbatches,
+        devices_per_node=templates.costs.devices_per_node,
     )
     return Planning(
         plan=plan,
-        reason=f"{replicas}, predicted {step_s:.3g} s per step{needed}",
-        step_s=step_s,
-        stages=tuple(fitting[len(pipeline.nodes)][1] for pipeline in plan.pipelines),
-        num_replicas=len(plan.pipelines),
-        is_degraded=is_degraded,
+        reason=_reason(plan, forecast, wanted, smallest),
+        forecast=forecast,
+        is_degraded=len(plan.pipelines) < wanted,
     )
 
 
-def _bind(
-    fitting: dict[int, tuple[Template, tuple[StageForecast, ...]]],
-    nodes: tuple[NodeId, ...],
-    count: int,
-    num_microbatches: int,
-) -> tuple[float, Plan]:
-    wanted = [len(nodes) // count + (index < len(nodes) % count) for index in range(count)]
-    sizes = [max(size for size in fitting if size <= want) for want in wanted]
-    shares = [1] * count
-    times = [fitting[size][1] for size in sizes]
-    for _ in range(num_microbatches - count):
-        index = min(range(count), key=lambda i: _pipeline_s(times[i], shares[i] + 1))
-        shares[index] += 1
-    first = [sum(sizes[:index]) for index in range(count)]
-    pipelines = tuple(
-        Pipeline(template=fitting[size][0], nodes=nodes[begin : begin + size], num_microbatches=share)
-        for size, begin, share in zip(sizes, first, shares, strict=True)
-    )
-    step_s = max(_pipeline_s(time, share) for time, share in zip(times, shares, strict=True))
-    return step_s, Plan(pipelines=pipelines, spare_nodes=nodes[sum(sizes) :])
+def _candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iterator[tuple[Share, ...]]:
+    """Yield the best shares with pipelines of at least some size, for a few sizes."""
+    choices = templates.choices
+    least, step, at_least_ns = min(choices), 1, 0
+    for _ in range(MAX_CANDIDATES):
+        shares = best_shares(
+            {size: choices[size] for size in choices if size >= least},
+            num_nodes=num_nodes,
+            min_pipelines=min_pipelines,
+            num_microbatches=templates.num_microbatches,
+            at_least_ns=at_least_ns,
+        )
+        if not shares:
+            return
+        yield shares
+        smallest_used, at_least_ns = shares[-1].num_nodes, max(share.step_ns for share in shares)
+        least, step = max(smallest_used + 1, least + step), 2 * step
 
 
-def _pipeline_s(stages: Sequence[StageForecast], num_microbatches: int) -> float:
-    times = [stage.cost.forward_s + stage.cost.backward_s for stage in stages]
-    return sum(times) + (num_microbatches - 1) * max(times)
-
-
-def _balanced(profile: Profile, num_stages: int, num_devices: int) -> tuple[Stage, ...]:
-    """Cut the layers into runs such that the slowest is as fast as possible."""
-    costs = [_cost(profile, layer, num_devices) for layer in range(profile.num_layers)]
-    end = len(costs)
-    best: list[tuple[float, tuple[int, ...]]] = [(sum(costs[first:]), (end,)) for first in range(end)]
-    for _ in range(num_stages - 1):
-        best = [
-            min(
-                ((max(sum(costs[first:cut]), best[cut][0]), (cut, *best[cut][1])) for cut in range(first + 1, end)),
-                default=(float("inf"), ()),
+def _bind(shares: Sequence[Share], nodes: tuple[NodeId, ...]) -> Plan:
+    templates = {partition: template_of(partition) for partition in {share.partition for share in shares}}
+    pipelines: list[Pipeline] = []
+    first = 0
+    for share in shares:
+        pipelines.append(
+            Pipeline(
+                template=templates[share.partition],
+                nodes=nodes[first : first + share.num_nodes],
+                num_microbatches=share.num_microbatches,
             )
-            for first in range(end)
-        ]
-    cuts = (0, *best[0][1])
-    return tuple(
-        Stage(first_layer=cuts[i], end_layer=cuts[i + 1], node_index=i, num_devices=num_devices)
-        for i in range(num_stages)
+        )
+        first += share.num_nodes
+    return Plan(pipelines=tuple(pipelines), spare_nodes=nodes[first:])
+
+
+def _reason(plan: Plan, forecast: Forecast, wanted: int, smallest: int) -> str:
+    sizes = sorted((len(pipeline.nodes) for pipeline in plan.pipelines), reverse=True)
+    counts = " + ".join(f"{sizes.count(size)} x {_count(size, 'node')}" for size in sorted(set(sizes), reverse=True))
+    text = f"{_count(len(sizes), 'pipeline')} ({counts}), {forecast.step_s:.3g} s per step predicted"
+    if plan.spare_nodes:
+        text += f"; {_count(len(plan.spare_nodes), 'node')} spare, because no faster plan uses them"
+    if len(sizes) < wanted:
+        text += (
+            f"; degraded: {wanted} pipelines need {wanted * smallest} nodes ({smallest} each), "
+            f"there are {len(plan.nodes)}"
+        )
+    return text
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _no_pipeline_fits(templates: Templates, num_nodes: int) -> PlanError:
+    """Return the error that says which limit binds, and the smallest change that helps."""
+    costs, profile = templates.costs, templates.profile
+    where = f"{costs.devices_per_node} x {templates.device_memory_bytes / 2**30:.3g} GiB ({profile.device}) per node"
+    largest = make_templates(
+        profile,
+        max_nodes=profile.num_layers,
+        devices_per_node=costs.devices_per_node,
+        num_microbatches=templates.num_microbatches,
+        device_memory_bytes=templates.device_memory_bytes,
     )
-
-
-def _cost(profile: Profile, layer: int, num_devices: int) -> float:
-    cost = profile.layers[layer].cost_on(num_devices)
-    if cost is None:
-        raise PlanError(f"the profile has no costs for {num_devices} devices; profile with --devices-per-node")
-    return cost.forward_s + cost.backward_s
-
-
-def _forecast(profile: Profile, stage: Stage, num_left: int, num_microbatches: int) -> StageForecast:
-    costs = [cost for layer in stage.layers if (cost := profile.layers[layer].cost_on(stage.num_devices))]
-    states = [profile.layers[layer].state for layer in stage.layers]
-    states += [group.state for group in profile.tied_groups if set(group.layers) & set(stage.layers)]
-    in_flight = min(num_left, num_microbatches)
-    return StageForecast(
-        cost=StageCost(
-            forward_s=sum(cost.forward_s for cost in costs), backward_s=sum(cost.backward_s for cost in costs)
-        ),
-        memory_bytes=-(-sum(state.total_bytes for state in states) // stage.num_devices)
-        + in_flight * sum(cost.residual_bytes for cost in costs)
-        + max(cost.temporary_bytes for cost in costs),
+    if largest.smallest is not None:
+        missing = largest.smallest - num_nodes
+        return NotEnoughNodes(
+            f"{_count(num_nodes, 'node')} of {where} cannot hold the model: the smallest pipeline needs "
+            f"{largest.smallest}; add {_count(missing, 'node')}, or lower --microbatch-size",
+            num_nodes=num_nodes,
+            num_needed=largest.smallest,
+        )
+    most = len(costs.device_counts) - 1
+    sizes = [(costs.memory_bytes(most, layer, layer + 1, 1), layer) for layer in range(profile.num_layers)]
+    needed, layer = max(sizes)
+    if needed > templates.device_memory_bytes:
+        return PlanError(
+            f"layer {layer} ({profile.layers[layer].kind}) alone needs {needed / 2**30:.3g} GiB on each of "
+            f"{_count(costs.device_counts[-1], 'device')}, but a node has {where}; lower --microbatch-size, raise "
+            "--devices-per-node, or take devices with more memory"
+        )
+    return PlanError(
+        f"no number of nodes of {where} can hold the residuals of the microbatches in flight; lower --microbatch-size, "
+        "or keep less with --remat layer"
     )

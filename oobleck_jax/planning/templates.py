@@ -1,0 +1,88 @@
+"""Pipeline templates: for each number of nodes, the partitions worth having, made before any failure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from oobleck_jax.planning.costs import Costs, tabulate
+from oobleck_jax.planning.partition import Partition, best_partitions
+from oobleck_jax.planning.plan import Stage, Template
+from oobleck_jax.planning.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Templates:
+    """The templates of a model on one kind of node.
+
+    Memory is checked for as many microbatches as the global batch has, so a template stays good when its pipeline is
+    given more of them after a loss.
+    """
+
+    profile: Profile
+    costs: Costs
+    num_microbatches: int  # of the global batch
+    device_memory_bytes: int
+    partitions: tuple[tuple[Partition, ...], ...]  # for 1, 2, ... nodes
+
+    @property
+    def choices(self) -> Mapping[int, tuple[Partition, ...]]:
+        """The partitions by number of nodes, of the numbers that fit memory."""
+        return {number: partitions for number, partitions in enumerate(self.partitions, 1) if partitions}
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest number of nodes that fits memory (n0 in the paper); None where none does."""
+        return min(self.choices, default=None)
+
+
+@lru_cache(maxsize=8)
+def make_templates(
+    profile: Profile, *, max_nodes: int, devices_per_node: int, num_microbatches: int, device_memory_bytes: int
+) -> Templates:
+    """Return the templates for 1 to `max_nodes` nodes. Pure; the last few results are kept.
+
+    Args:
+        profile: costs of the layers.
+        max_nodes: largest pipeline; no pipeline has more nodes than layers.
+        devices_per_node: devices of each node.
+        num_microbatches: of the global batch.
+        device_memory_bytes: what a stage may use of each device.
+
+    Raises:
+        PlanError: the profile lacks costs for a number of devices.
+    """
+    costs = tabulate(
+        profile,
+        devices_per_node=devices_per_node,
+        num_microbatches=num_microbatches,
+        device_memory_bytes=device_memory_bytes,
+    )
+    largest = min(max_nodes, profile.num_layers)
+    return Templates(
+        profile=profile,
+        costs=costs,
+        num_microbatches=num_microbatches,
+        device_memory_bytes=device_memory_bytes,
+        partitions=best_partitions(costs, max_nodes=largest, num_microbatches=num_microbatches),
+    )
+
+
+def template_of(partition: Partition) -> Template:
+    """Return the partition as a template: stages with their layers, node and devices."""
+    stages: list[Stage] = []
+    first_layer = 0
+    for node_index, shapes in enumerate(partition.nodes):
+        first_device = 0
+        for shape in shapes:
+            stages.append(
+                Stage(
+                    first_layer=first_layer,
+                    end_layer=first_layer + shape.num_layers,
+                    node_index=node_index,
+                    first_device=first_device,
+                    num_devices=shape.num_devices,
+                )
+            )
+            first_layer += shape.num_layers
+            first_device += shape.num_devices
+    return Template(stages=tuple(stages))
