@@ -22,15 +22,7 @@ _LONGEST_SLEEP_S = 1e-3
 _EVENT_SLICE_S = 10e-3  # a wait for an event looks for abandonment this often
 
 # How statuses begin that the death of a peer ends in; others (RESOURCE_EXHAUSTED, INVALID_ARGUMENT) are our own fault.
-_PEER_STATUSES = (
-    "INTERNAL",
-    "UNKNOWN",
-    "UNAVAILABLE",
-    "ABORTED",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "FAILED_PRECONDITION",
-)
+_PEER_STATUSES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED")
 
 
 def wait_ready(arrays: Iterable[jax.Array], *, limit_s: float, abandoned: threading.Event, what: str) -> None:
