@@ -40,7 +40,8 @@ class Proposer:
             NotEnoughNodes: --nodes are too few for the model, or for --fault-tolerance.
         """
         num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
-        proposal = self.replan(tuple(NodeId(node) for node in range(num_nodes)), {})
+        nodes = tuple(NodeId(node) for node in range(num_nodes))
+        proposal = self._planned(nodes) if self.given is None else self._check_given(self.given, nodes)
         if len(proposal.plan.pipelines) > fault_tolerance:
             return proposal
         if self.given is not None:
@@ -56,14 +57,17 @@ class Proposer:
         )
 
     def replan(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
-        """Return the plan for these nodes. Pure.
+        """Return the plan for these nodes: the user's while all of its nodes are there, else the planner's. Pure.
 
         Raises:
             PlanError: see `first`.
         """
+        if self.given is not None and set(self.given.nodes) <= set(nodes):
+            return Proposal(plan=self.given, reason="given by --plan")
+        return self._planned(nodes)
+
+    def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
         config = self.config
-        if self.given is not None:
-            return self._check_given(self.given, nodes)
         planning = best_plan(
             self.profile,
             nodes=nodes,

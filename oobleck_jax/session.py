@@ -24,7 +24,7 @@ from oobleck_jax.elastic.coordinator import Coordinator, Services
 from oobleck_jax.elastic.effects import Finish
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
-from oobleck_jax.elastic.terms import Proposal, Terms
+from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
 from oobleck_jax.execution.jaxlib_private import start_coordination_service
 from oobleck_jax.launch import LocalAgents, available_cores, place, place_at_start
@@ -202,6 +202,7 @@ class Session:
             replan=setting.proposer.replan,
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
+            on_loss=OnLoss.REGROUP if config.fault_tolerance else OnLoss.STOP,
             limits=Limits().scaled(setting.patience),
         )
 

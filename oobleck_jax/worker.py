@@ -7,6 +7,7 @@ closes the control channel, so it waits for nothing without an end.
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -235,6 +236,8 @@ def main() -> None:
     if not isinstance(welcome, Welcome):
         return
     _set_up_jax(arguments.compilation_cache)
+    gc.collect()
+    gc.freeze()  # what was imported stays for good: recovery collects garbage, and need not look at it
     try:
         worker = _make_worker(welcome, control, arguments)
         reason = worker.serve()
@@ -285,7 +288,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
 def _set_up_jax(compilation_cache: Path | None) -> None:
     if compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
