@@ -6,7 +6,6 @@ least so many items. The least limit for which they can is found by bisection. N
 so a thousand nodes take milliseconds.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,42 +40,48 @@ def best_shares(
     num_nodes: int,
     min_pipelines: int,
     num_microbatches: int,
+    kept: Sequence[Partition] = (),
     at_least_ns: int = 0,
 ) -> tuple[Share, ...]:
-    """Return the pipelines whose slowest is as fast as possible, largest first.
+    """Return the pipelines whose slowest is as fast as possible: first those kept, then the others, largest first.
 
-    Among equally fast ones it takes one with the most nodes in use.
+    Among equally fast ones it takes one with the most nodes in use, and of these one with small pipelines.
 
     Args:
         choices: partitions for each number of nodes.
-        num_nodes: nodes to use; some may stay spare.
-        min_pipelines: at least so many pipelines.
+        num_nodes: nodes to use besides those of the pipelines that are kept; some may stay spare.
+        min_pipelines: at least so many pipelines, with those that are kept.
         num_microbatches: to be done by all pipelines together; each does at least one.
+        kept: partitions of pipelines that there must be, on nodes of their own.
         at_least_ns: a time that is known not to suffice for less; saves searching below it.
 
     Returns:
         None at all (empty) where `min_pipelines` do not fit on the nodes, or have no microbatch each.
     """
     sizes = tuple(size for size in sorted(choices) if choices[size] and size <= num_nodes)
-    if not sizes or min_pipelines * sizes[0] > num_nodes or min_pipelines > num_microbatches:
+    num_more = max(min_pipelines - len(kept), 0)
+    is_possible = num_more * min(sizes, default=num_nodes + 1) <= num_nodes and (sizes or kept)
+    if not is_possible or max(min_pipelines, len(kept)) > num_microbatches:
         return ()
-    problem = _problem(sizes, choices, num_nodes, min_pipelines, num_microbatches)
+    problem = _problem(kept, sizes, choices, num_nodes, num_more, num_microbatches)
     capacities = problem.capacities(_least_limit(problem, at_least_ns))
-    items = sorted(problem.pack(capacities), key=lambda item: (-capacities[item], -sizes[item]))
-    return _share_out(problem, sorted(items[:num_microbatches], reverse=True), capacities)
+    more = sorted(problem.pack(capacities), key=lambda item: (-capacities[item], -problem.sizes[item]))
+    items = [*range(len(kept)), *sorted(more[: num_microbatches - len(kept)], reverse=True)]
+    return _share_out(problem, items)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Problem:
-    """Items are the sizes, by index; choices of one item stand together, from `begins[item]` on."""
+    """Items are the pipelines that are kept, then the sizes; choices of one item stand together."""
 
-    sizes: Ints
+    num_kept: int
+    sizes: Ints  # of each item; 0 of those that are kept
     choices: tuple[Partition, ...]
     fill_ns: Ints  # of each choice
     slowest_ns: Ints
-    begins: Ints
+    begins: Ints  # of each item, its first choice
     num_nodes: int
-    min_pipelines: int
+    num_more: int  # at least so many pipelines besides those kept
     num_microbatches: int
 
     def capacities(self, limit_ns: int) -> Ints:
@@ -97,18 +102,20 @@ class _Problem:
     def suffices(self, limit_ns: int) -> bool:
         """Tell whether all microbatches can be done within a time."""
         capacities = self.capacities(limit_ns)
+        if not capacities[: self.num_kept].all():
+            return False
         _, best = self._most(capacities, self._efficient(capacities))
-        return int(best.max()) >= self.num_microbatches
+        return int(best.max()) >= self._missing(capacities)
 
     def pack(self, capacities: Ints) -> list[int]:
-        """Return items that do all microbatches and use the most nodes; there must be some."""
-        items = [item for item, capacity in enumerate(capacities) if capacity]
+        """Return sizes that do what is left to do, and use the most nodes; there must be some."""
+        items = [item for item in range(self.num_kept, len(self.sizes)) if capacities[item]]
         levels, best = self._most(capacities, items)
-        weight = int(np.flatnonzero(best >= self.num_microbatches)[-1])
+        weight = int(np.flatnonzero(best >= self._missing(capacities))[-1])
         chosen: list[int] = []
 
         def take(after: Ints, before: Ints) -> int:
-            for item in reversed(items):
+            for item in items:
                 rest = weight - int(self.sizes[item])
                 if rest >= 0 and before[rest] >= 0 and before[rest] + capacities[item] == after[weight]:
                     chosen.append(item)
@@ -121,11 +128,15 @@ class _Problem:
             weight = take(after, before)
         return chosen
 
+    def _missing(self, capacities: Ints) -> int:
+        """Return how many microbatches the pipelines that are kept leave to others."""
+        return max(self.num_microbatches - int(capacities[: self.num_kept].sum()), 0)
+
     def _most(self, capacities: Ints, items: Sequence[int]) -> tuple[list[Ints], Ints]:
-        """Return the most microbatches by exact weight: of 0, 1, ... min_pipelines items, and of any more."""
+        """Return the most microbatches by exact weight: of 0, 1, ... num_more items, and of any more."""
         levels = [np.full(self.num_nodes + 1, IMPOSSIBLE, dtype=np.int64)]
         levels[0][0] = 0
-        for _ in range(self.min_pipelines):
+        for _ in range(self.num_more):
             longer = np.full_like(levels[0], IMPOSSIBLE)
             for item in items:
                 size = int(self.sizes[item])
@@ -140,7 +151,7 @@ class _Problem:
         """Return the items that do more than smaller ones of together at most the same weight."""
         most = [0] * (int(self.sizes[-1]) + 1)  # of items so far, by weight
         efficient: list[int] = []
-        for item in range(len(self.sizes)):
+        for item in range(self.num_kept, len(self.sizes)):
             size, capacity = int(self.sizes[item]), int(capacities[item])
             if capacity <= most[size]:
                 continue
@@ -190,55 +201,65 @@ def _next_end(problem: _Problem, limit_ns: int) -> int:
 def _fractional_limit(problem: _Problem) -> int:
     """Return the least time if a pipeline could have any fraction of its nodes and microbatches: a lower limit."""
     low, high = 0, int(problem.steps_ns(np.full_like(problem.sizes, problem.num_microbatches)).min())
+    kept = problem.num_kept
     while low < high:
         middle = (low + high) // 2
-        if (problem.capacities(middle) * problem.num_nodes >= problem.num_microbatches * problem.sizes).any():
+        capacities = problem.capacities(middle)
+        missing = problem.num_microbatches - int(capacities[:kept].sum())
+        if missing <= 0 or (capacities[kept:] * problem.num_nodes >= missing * problem.sizes[kept:]).any():
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _share_out(problem: _Problem, items: Sequence[int], capacities: Ints) -> tuple[Share, ...]:
-    """Take from what the pipelines can do the microbatches that would end last, until as many are left as there are."""
+def _share_out(problem: _Problem, items: Sequence[int]) -> tuple[Share, ...]:
+    """Give the microbatches that end first to chosen pipelines, at least one to each."""
 
     def best(item: int, count: int) -> Partition:
         return min(problem.choices_of(item), key=lambda choice: (choice.step_ns(count), choice.slowest_ns))
 
-    counts = [int(capacities[item]) for item in items]
-    queue = [
-        (-best(item, count).step_ns(count), -number)
-        for number, (item, count) in enumerate(zip(items, counts, strict=True))
-    ]
-    heapq.heapify(queue)
+    copies = np.bincount(items, minlength=len(problem.sizes))
+    low, high = 0, int(problem.steps_ns(np.full_like(problem.sizes, problem.num_microbatches)).max())
+    while low < high:
+        middle = (low + high) // 2
+        if int((np.maximum(problem.capacities(middle), 1) * copies).sum()) >= problem.num_microbatches:
+            high = middle
+        else:
+            low = middle + 1
+    counts = np.maximum(problem.capacities(high), 1)[list(items)].tolist()
+    last = [(best(item, counts[number]).step_ns(counts[number]), number) for number, item in enumerate(items)]
     surplus = sum(counts) - problem.num_microbatches
-    while surplus:
-        number = -heapq.heappop(queue)[1]
-        if counts[number] > 1:
-            counts[number] -= 1
-            surplus -= 1
-            heapq.heappush(queue, (-best(items[number], counts[number]).step_ns(counts[number]), -number))
-    pairs = sorted(zip(items, counts, strict=True), reverse=True)
+    while surplus:  # more than one pass only where microbatches take no time
+        for _, number in sorted(last, reverse=True):
+            if surplus and counts[number] > 1:
+                counts[number] -= 1
+                surplus -= 1
+    pairs = list(zip(items, counts, strict=True))
     partitions = {pair: best(*pair) for pair in set(pairs)}
-    return tuple(Share(partition=partitions[pair], num_microbatches=pair[1]) for pair in pairs)
+    shares = [Share(partition=partitions[pair], num_microbatches=pair[1]) for pair in pairs]
+    others = sorted(shares[problem.num_kept :], key=lambda share: (-share.num_nodes, -share.num_microbatches))
+    return (*shares[: problem.num_kept], *others)
 
 
 def _problem(
+    kept: Sequence[Partition],
     sizes: Sequence[int],
     choices: Mapping[int, Sequence[Partition]],
     num_nodes: int,
-    min_pipelines: int,
+    num_more: int,
     num_microbatches: int,
 ) -> _Problem:
-    flat = tuple(choice for size in sizes for choice in choices[size])
-    counts = [len(choices[size]) for size in sizes]
+    groups = [*((partition,) for partition in kept), *(tuple(choices[size]) for size in sizes)]
+    flat = tuple(choice for group in groups for choice in group)
     return _Problem(
-        sizes=np.array(sizes, dtype=np.int64),
+        num_kept=len(kept),
+        sizes=np.array([*[0] * len(kept), *sizes], dtype=np.int64),
         choices=flat,
         fill_ns=np.array([choice.fill_ns for choice in flat], dtype=np.int64),
         slowest_ns=np.array([choice.slowest_ns for choice in flat], dtype=np.int64),
-        begins=np.cumsum([0, *counts[:-1]]),
+        begins=np.cumsum([0, *(len(group) for group in groups[:-1])]),
         num_nodes=num_nodes,
-        min_pipelines=min_pipelines,
+        num_more=num_more,
         num_microbatches=num_microbatches,
     )

@@ -91,6 +91,19 @@ def best_plan(
 
 def plan_from(templates: Templates, *, nodes: tuple[NodeId, ...], fault_tolerance: int) -> Planning:
     """Return the best plan that uses given templates; see `best_plan`."""
+    num_pipelines = required_pipelines(templates, len(nodes), fault_tolerance)
+    plans = [bind(shares, nodes) for shares in candidates(templates, len(nodes), num_pipelines)]
+    times = forecast_times(plans, templates.profile, templates.costs)
+    best = min(range(len(plans)), key=lambda number: (times[number].step_ns, len(plans[number].spare_nodes), number))
+    return planning_of(plans[best], templates, fault_tolerance)
+
+
+def required_pipelines(templates: Templates, num_nodes: int, fault_tolerance: int) -> int:
+    """Return how many pipelines a plan must have: f + 1, or as many as fit.
+
+    Raises:
+        NotEnoughNodes, PlanError: as `best_plan`.
+    """
     wanted = fault_tolerance + 1
     if templates.num_microbatches < wanted:
         raise PlanError(
@@ -98,31 +111,29 @@ def plan_from(templates: Templates, *, nodes: tuple[NodeId, ...], fault_toleranc
             "--fault-tolerance"
         )
     smallest = templates.smallest
-    if smallest is None or smallest > len(nodes):
-        raise _no_pipeline_fits(templates, len(nodes))
-    num_pipelines = min(wanted, len(nodes) // smallest)
-    plans = [_bind(shares, nodes) for shares in _candidates(templates, len(nodes), num_pipelines)]
-    times = forecast_times(plans, templates.profile, templates.costs)
-    _, _, number = min(
-        (time.step_ns, len(plan.spare_nodes), i) for i, (time, plan) in enumerate(zip(times, plans, strict=True))
-    )
-    plan = plans[number]
-    forecast = forecast_plan(plan, templates.profile, templates.costs)
+    if smallest is None or smallest > num_nodes:
+        raise _no_pipeline_fits(templates, num_nodes)
+    return min(wanted, num_nodes // smallest)
+
+
+def planning_of(plan: Plan, templates: Templates, fault_tolerance: int) -> Planning:
+    """Return a plan with its forecast and its reason."""
     check_plan(
         plan,
         num_layers=templates.profile.num_layers,
         num_microbatches=templates.num_microbatches,
         devices_per_node=templates.costs.devices_per_node,
     )
+    forecast = forecast_plan(plan, templates.profile, templates.costs)
     return Planning(
         plan=plan,
-        reason=_reason(plan, forecast, wanted, smallest),
+        reason=_reason(plan, forecast, fault_tolerance + 1, templates.smallest or 0),
         forecast=forecast,
-        is_degraded=len(plan.pipelines) < wanted,
+        is_degraded=len(plan.pipelines) <= fault_tolerance,
     )
 
 
-def _candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iterator[tuple[Share, ...]]:
+def candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iterator[tuple[Share, ...]]:
     """Yield the best shares with pipelines of at least some size, for a few sizes."""
     choices = templates.choices
     least, step, at_least_ns = min(choices), 1, 0
@@ -141,7 +152,8 @@ def _candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Ite
         least, step = max(smallest_used + 1, least + step), 2 * step
 
 
-def _bind(shares: Sequence[Share], nodes: tuple[NodeId, ...]) -> Plan:
+def bind(shares: Sequence[Share], nodes: tuple[NodeId, ...]) -> Plan:
+    """Return the plan that gives nodes to shares in order, and leaves the rest spare."""
     templates = {partition: template_of(partition) for partition in {share.partition for share in shares}}
     pipelines: list[Pipeline] = []
     first = 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from oobleck_jax.planning.costs import Costs, tabulate
-from oobleck_jax.planning.partition import Partition, best_partitions
+from oobleck_jax.planning.forecast import stage_times
+from oobleck_jax.planning.partition import Partition, StageShape, best_partitions
 from oobleck_jax.planning.plan import Stage, Template
 from oobleck_jax.planning.profile import Profile
 
@@ -86,3 +87,20 @@ def template_of(partition: Partition) -> Template:
             first_layer += shape.num_layers
             first_device += shape.num_devices
     return Template(stages=tuple(stages))
+
+
+def partition_of(template: Template, costs: Costs) -> Partition:
+    """Return a template as a partition, with its times by the cost model."""
+    stages = template.stages
+    times = stage_times(template, costs)
+    work_ns = times.forward_ns + times.backward_ns + 2 * times.transfer_ns
+    nodes = tuple(
+        tuple(
+            StageShape(num_layers=len(stage.layers), num_devices=stage.num_devices)
+            for stage in stages
+            if stage.node_index == node
+        )
+        for node in range(template.num_nodes)
+    )
+    sum_ns = int(costs.sum_ns[stages[0].first_layer, stages[0].end_layer])
+    return Partition(nodes=nodes, fill_ns=int(work_ns.sum()) + sum_ns, slowest_ns=int(work_ns.max()))

@@ -37,14 +37,17 @@ def multisets(sizes: list[int], num_nodes: int) -> Iterator[tuple[int, ...]]:
             yield (sizes[0],) * copies + others
 
 
-def brute_force(choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int) -> int | None:
+def brute_force(
+    choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int, kept: tuple[Partition, ...] = ()
+) -> int | None:
     """Return the least time over all multisets of sizes and all splits of the microbatches."""
 
     def step_ns(size: int, count: int) -> int:
-        return min(choice.step_ns(count) for choice in choices[size])
+        return min(choice.step_ns(count) for choice in (kept[-size - 1 :][:1] if size < 0 else choices[size]))
 
     best = None
-    for sizes in multisets(sorted(choices), num_nodes):
+    for more in multisets(sorted(choices), num_nodes):
+        sizes = (*range(-len(kept), 0), *more)  # negative: kept
         if not min_pipelines <= len(sizes) <= num_microbatches:
             continue
         # least[m]: least time in which the sizes so far do m microbatches
@@ -62,21 +65,40 @@ def brute_force(choices: Choices, num_nodes: int, min_pipelines: int, num_microb
     return best
 
 
-@given(choices_of(), st.integers(1, 14), st.integers(1, 4), st.integers(1, 12))
-@settings(max_examples=100)
-def test_shares_equal_brute_force_over_all_multisets_and_splits_P3_P4_P5(
-    choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int
+def check_shares(
+    choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int, kept: tuple[Partition, ...] = ()
 ) -> None:
-    shares = best_shares(choices, num_nodes=num_nodes, min_pipelines=min_pipelines, num_microbatches=num_microbatches)
-    best = brute_force(choices, num_nodes, min_pipelines, num_microbatches)
+    shares = best_shares(
+        choices, num_nodes=num_nodes, min_pipelines=min_pipelines, num_microbatches=num_microbatches, kept=kept
+    )
+    best = brute_force(choices, num_nodes, min_pipelines, num_microbatches, kept)
     assert bool(shares) == (best is not None)
     if shares:
         assert max(share.step_ns for share in shares) == best
         assert sum(share.num_microbatches for share in shares) == num_microbatches
         assert all(share.num_microbatches >= 1 for share in shares)
-        assert sum(share.num_nodes for share in shares) <= num_nodes
         assert len(shares) >= min_pipelines
-        assert all(share.partition in choices[share.num_nodes] for share in shares)
+        assert tuple(share.partition for share in shares[: len(kept)]) == kept
+        assert sum(share.num_nodes for share in shares[len(kept) :]) <= num_nodes
+        assert all(share.partition in choices[share.num_nodes] for share in shares[len(kept) :])
+
+
+@given(choices_of(), st.integers(1, 14), st.integers(1, 4), st.integers(1, 12))
+@settings(max_examples=100)
+def test_shares_equal_brute_force_over_all_multisets_and_splits_P3_P4_P5(
+    choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int
+) -> None:
+    check_shares(choices, num_nodes, min_pipelines, num_microbatches)
+
+
+@given(choices_of(), st.integers(0, 8), st.integers(1, 4), st.integers(1, 10), st.data())
+@settings(max_examples=60)
+def test_shares_beside_pipelines_that_stay_equal_brute_force(
+    choices: Choices, num_nodes: int, min_pipelines: int, num_microbatches: int, data: st.DataObject
+) -> None:
+    stay = st.builds(partition, st.integers(1, 7), st.integers(1, 60), st.integers(0, 20))
+    kept = data.draw(st.lists(stay, min_size=1, max_size=3))
+    check_shares(choices, num_nodes, min_pipelines, num_microbatches, tuple(kept))
 
 
 def test_a_node_that_makes_the_step_slower_stays_spare() -> None:
