@@ -183,11 +183,12 @@ def _missing_bytes(
     """Return a table [place, node] of the bytes that the node lacks to take the place."""
     kinds = [list(dict.fromkeys(sets)) for sets in (needed, held)]
     has = [
-        np.array([[not layers.isdisjoint(state.layers) for state in states] for layers in kind], dtype=np.float64)
+        np.array([not layers.isdisjoint(state.layers) for layers in kind for state in states], dtype=np.float64)
         for kind in kinds
     ]
     num_bytes = np.array([state.num_bytes for state in states], dtype=np.float64)  # sums are exact below 2**53
-    table = (has[0] * num_bytes) @ (1 - has[1]).T
+    needs, has = (flags.reshape(-1, len(states)) for flags in has)
+    table = (needs * num_bytes) @ (1 - has).T
     number = [{layers: index for index, layers in enumerate(kind)} for kind in kinds]
     return table[np.ix_([number[0][layers] for layers in needed], [number[1][layers] for layers in held])]
 
