@@ -137,5 +137,11 @@ def worker_environment(environment: Mapping[str, str], *, num_threads: int, num_
         flags.append("--xla_cpu_multi_thread_eigen=false")
     if num_devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={num_devices}")
-    ours = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    # Two arenas: with one for each thread of XLA, freed memory stays in them (gpt-laptop: peak 575 MB instead of 472).
+    ours = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "MALLOC_ARENA_MAX": "2",
+    }
     return {**ours, **environment, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
