@@ -104,10 +104,10 @@ def reconfigure(
     times = forecast_times(plans, templates.profile, templates.costs)
     copies = [copies_of(plan, held, states) for plan in plans]
 
-    def merit(number: int) -> tuple[float, int, int]:
+    def merit(number: int) -> tuple[float, float, int, int]:
         copy_s = _copy_s(copies[number], templates.profile)
-        num_steps = (horizon_s - copy_s) / max(times[number].step_ns, 1)
-        return num_steps, -sum(copy.num_bytes for copy in copies[number]), -number
+        num_steps = max(horizon_s - copy_s, 0) / max(times[number].step_ns, 1)
+        return num_steps, -copy_s, -sum(copy.num_bytes for copy in copies[number]), -number
 
     best = max(range(len(plans)), key=merit)
     return Reconfiguration(
