@@ -80,6 +80,23 @@ class Simulation:
             node.work()
             self.deliver(node)
 
+    def beat(self) -> None:
+        """Every agent that lives gives a sign of life."""
+        for node in self.nodes.values():
+            if node.has_agent and node.id >= 0:
+                self.say(node, messages.Heartbeat(node=node.id, is_worker_stopped=node.is_stopped))
+
+    def pump_steps(self, num_steps: int) -> None:
+        """Play until so many more steps are committed."""
+        end = self.machine.step + num_steps
+        for _ in range(100):
+            if self.machine.step >= end:
+                return
+            if self.fabrics:
+                self.start_fabric()
+            self.round()
+        raise AssertionError("nothing goes on")
+
     def pump(self) -> None:
         """Let everything happen that needs no time and no fault, until nothing is left to do."""
         while True:

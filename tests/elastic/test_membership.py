@@ -26,7 +26,7 @@ from oobleck_jax.elastic.membership import Phase
 from oobleck_jax.elastic.terms import OnLoss
 from oobleck_jax.planning.plan import NodeId
 from tests.elastic.plans import NUM_LAYERS, terms
-from tests.elastic.simulation import Simulation, committing, exited, failure, prepared, ready, running, vote
+from tests.elastic.simulation import Node, Simulation, committing, exited, failure, prepared, ready, running, vote
 
 
 def reasons(effects: Sequence[Effect]) -> str:
@@ -294,6 +294,23 @@ def test_survivors_redo_the_step_in_the_next_generation() -> None:
     assert [(member.node, member.holds) for member in begin.members] == [(0, (0, 1)), (2, (0, 1)), (3, (2, 3))]
     simulation.round()
     assert [record.step for record in simulation.records(events.Committed)][:3] == [0, 1, 2]
+
+
+def test_the_state_of_a_node_that_became_spare_is_not_believed_in() -> None:
+    simulation, nodes = committing(1, num_nodes=5, on_loss=OnLoss.REGROUP)
+    assert simulation.machine.generation == 1
+
+    def replace_first(node: Node) -> None:
+        node.is_alive = node.has_agent = False
+        simulation.feed(Disconnected(connection=node.connection, reason="gone"))
+        simulation.pump_steps(2)
+
+    replace_first(nodes[0])  # node 4, the spare one, takes part
+    simulation.join(0)
+    simulation.pump_steps(3)  # and is spare again, so that its state falls behind
+    replace_first(nodes[1])
+    begin = simulation.sent(messages.Begin)[-1]
+    assert {member.node: member.holds for member in begin.members}[NodeId(4)] == ()
 
 
 def test_who_only_lost_a_peer_stays_and_the_peer_is_excluded() -> None:
