@@ -102,6 +102,7 @@ class Committed(_Base, frozen=True, kw_only=True):
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # global, before clipping
     step_time_s: float  # since the step before it was committed, or since the generation ran
+    seconds: dict[str, float] = {}  # mean over the nodes: compute, receive (waiting for stages), sum (of gradients)
 
 
 class Evaluated(_Base, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ class Summary:
         self._loss: float | None = None
         self._eval_loss: float | None = None
         self._step_times_s: list[float] = []
+        self._step_seconds: list[dict[str, float]] = []
         self._generations = 0
         self._num_compilations: dict[int, int] = {}
         self._workers: dict[int, int] = {}
@@ -32,6 +33,7 @@ class Summary:
             case events.Committed():
                 self._steps, self._loss = record.step + 1, record.loss
                 self._step_times_s.append(record.step_time_s)
+                self._step_seconds.append(record.seconds)
             case events.Evaluated():
                 self._eval_loss = record.loss
             case events.Failed() if not record.is_collateral and self.failure is None:
@@ -59,6 +61,10 @@ class Summary:
             "eval_loss": self._eval_loss,
             "median_tokens_per_s": self._tokens_per_step / step_time_s if step_time_s else None,
             "median_step_time_s": step_time_s,
+            "seconds_of_a_step": {
+                name: statistics.median(seconds.get(name, 0.0) for seconds in self._step_seconds)
+                for name in sorted({name for seconds in self._step_seconds for name in seconds})
+            },
             "seconds": seconds,
             "start_up_s": start_up_s,
             "generations": self._generations,

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck_jax import events
@@ -97,6 +97,7 @@ class Generation:
             loss=decision.loss,
             grad_norm=decision.global_norm,
             step_time_s=step_time_s,
+            seconds=_means([vote.seconds for vote in self._votes.values()]),
         )
         if evaluates:
             self._evaluation = self._new_evaluation(self.step)
@@ -163,3 +164,9 @@ class Generation:
 
     def _new_evaluation(self, step: int) -> _Evaluation:
         return _Evaluation(step=step, missing=set(self.plan.holders_of(self.plan.num_layers - 1)))
+
+
+def _means(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each entry; where a node has none it counts as zero."""
+    names = sorted({name for item in seconds for name in item})
+    return {name: math.fsum(item.get(name, 0.0) for item in seconds) / len(seconds) for name in names}
