@@ -4,9 +4,9 @@ Shapes: B sequences, T tokens of a sequence, N = B*T tokens, D width, H heads, K
 MLP, V vocabulary.
 
 Dense layers work on `[N, D]`: XLA's CPU backend runs the same matmuls 2.4 times slower on `[B, T, D]` when gradients
-are accumulated over microbatches. What else was tried for one block, forward and backward, on one core: splitting the
-fused qkv or three projections, heads folded into the batch before attention, other forms of LayerNorm - all within
-the noise of 3 %, so what is here is the plainest form.
+are accumulated over microbatches. Nothing else that was tried on one core (other splits of qkv, three projections,
+heads folded into the batch before attention, other forms of LayerNorm) made a block faster than this plainest form by
+more than the noise. `jax.nn.dot_product_attention` costs a block 2 to 7 % there against attention written by hand.
 """
 
 import math
