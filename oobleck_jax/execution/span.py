@@ -101,7 +101,12 @@ class Span:
         )
 
     @property
-    def _random_specs(self) -> Any:
+    def residual_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What `forward` keeps for `backward`, beside the input."""
+        return jax.eval_shape(self._forward, self.params_specs, self.x_spec, self.random_specs, self._layer_spec)[1]
+
+    @property
+    def random_specs(self) -> Any:
         if not self.key.is_stochastic:
             return None
         return (
@@ -122,7 +127,7 @@ class Span:
     @cached_property
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
-        specs = (self.params_specs, self.x_spec, self._random_specs, self._layer_spec)
+        specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
         shardings = None
         if len(self.devices.devices) == 1:
             shardings = jax.tree.map(lambda _: self.devices.replicated, jax.eval_shape(self._forward, *specs))
@@ -131,7 +136,7 @@ class Span:
     @cached_property
     def backward(self) -> jax.stages.Compiled:
         """`(params, x, residuals, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
-        shapes = jax.eval_shape(self._forward, self.params_specs, self.x_spec, self._random_specs, self._layer_spec)[1]
+        shapes = self.residual_shapes
         residual_specs = [
             jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
             for shape, sharding in zip(shapes, self.forward.output_shardings[1], strict=True)
@@ -176,7 +181,7 @@ class Span:
             self._targets_spec,
             scalar,
             self.accumulator_specs,
-            self._random_specs,
+            self.random_specs,
             self._layer_spec,
         )
         shardings = (scalar.sharding, *self._gradient_shardings)

@@ -1,0 +1,329 @@
+"""Profiles of a model's layers: measured on the devices present, or estimated from XLA's analysis without them.
+
+Each kind of layer is looked at once, since layers of equal kind cost the same. Measuring runs the very programs of a
+stage; estimating lowers the same mathematics with shapes only, so that a model of any size can be profiled on a laptop.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oobleck_jax.config import RunConfig
+from oobleck_jax.execution.home import Home, StageDevices
+from oobleck_jax.execution.layer_functions import LayerFunctions, num_elements
+from oobleck_jax.execution.layout import groups_of
+from oobleck_jax.execution.span import Span, SpanKey
+from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
+
+
+_NUM_SCANNED = 2  # layers of a kind that are timed together, as a stage scans them
+
+
+def measure_profile(
+    config: RunConfig,
+    *,
+    home: Home,
+    link: Rate,
+    sum_rate: Rate,
+    repetitions: int = 5,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Profile:
+    """Return a profile measured on the home's devices.
+
+    Args:
+        link: of an activation between nodes; see `scripts/profile.py` for how it is measured.
+        sum_rate: of a gradient sum between nodes.
+        repetitions: timed runs of each program; the median counts.
+        progress: told (kind of layer, done, total).
+    """
+    model = config.model.build()
+    device_counts = [1 << power for power in range(config.devices_per_node.bit_length())]
+    kinds = list(dict.fromkeys(layer.kind for layer in model.layers))
+    costs: dict[str, list[LayerCost]] = {kind: [] for kind in kinds}
+    outputs: dict[str, int] = {}
+    x_specs = _inputs(config, model)
+    for done, kind in enumerate(kinds):
+        for place, count in enumerate(device_counts):
+            progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
+            devices = StageDevices(home.devices[:count])
+            span = _span(config, model, kind, x_specs[kind], home, devices)
+            costs[kind].append(_measure(span, repetitions))
+            outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
+    progress("layers", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
+    return _profile(
+        config,
+        model,
+        device=home.devices[0].device_kind,
+        source="measured",
+        costs={kind: tuple(found) for kind, found in costs.items()},
+        outputs=outputs,
+        link=link,
+        sum_rate=sum_rate,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AchievableRates:
+    """What programs reach on a device: a roofline of two rates."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    node_bytes_per_s: float  # between devices of one node
+    link: Rate
+    sum: Rate
+
+
+def estimate_profile_with_xla(config: RunConfig, rates: AchievableRates) -> Profile:
+    """Return a profile from XLA's own counts of operations and bytes; nothing is allocated or run.
+
+    A program takes as long as its operations or its memory traffic, whichever is longer (roofline). With several
+    devices the work is shared, and parameters are gathered once forward and twice backward.
+    """
+    model = config.model.build()
+    x_specs = _inputs(config, model)
+    device_counts = [1 << power for power in range(config.devices_per_node.bit_length())]
+    costs: dict[str, tuple[LayerCost, ...]] = {}
+    outputs: dict[str, int] = {}
+    for kind, x_spec in x_specs.items():
+        home = Home(jax.local_devices(backend="cpu")[:1])
+        span = _span(config, model, kind, x_spec, home, StageDevices(home.devices), num_layers=1)
+        forward, backward = _analysed(span)
+        parameter_bytes = _bytes(span.params_specs)
+        kept = _kept_bytes(span)
+        outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
+
+        def seconds(work: _Work, count: int) -> float:
+            return max(work.flops / rates.flops_per_s, work.memory_bytes / rates.memory_bytes_per_s) / count
+
+        def gather_s(count: int, num_bytes: int) -> float:
+            return num_bytes * (count - 1) / count / rates.node_bytes_per_s
+
+        costs[kind] = tuple(
+            LayerCost(
+                num_devices=count,
+                forward_s=seconds(forward, count) + gather_s(count, parameter_bytes),
+                backward_s=seconds(backward, count) + gather_s(count, 2 * parameter_bytes),
+                residual_bytes=-(-kept // count),
+                temporary_bytes=-(-max(forward.temporary_bytes, backward.temporary_bytes) // count)
+                + (parameter_bytes if count > 1 else 0),
+            )
+            for count in device_counts
+        )
+    return _profile(
+        config,
+        model,
+        device=rates.name,
+        source="estimated from XLA's cost and memory analysis",
+        costs=costs,
+        outputs=outputs,
+        link=rates.link,
+        sum_rate=rates.sum,
+    )
+
+
+# -- measuring
+
+
+def _measure(span: Span, repetitions: int) -> LayerCost:
+    """Time a span's programs; return the cost of one of its layers."""
+    arguments = _random_arguments(span)
+    params, x, acc, randomness, layer = arguments
+    num_layers = span.key.num_layers
+    if span.key.is_last:
+        targets = _filled(span.devices.batch_spec(span.key.targets_shape, jnp.int32))
+        scale = _filled(span.devices.replicated_spec((), jnp.float32))
+
+        def loss() -> Any:
+            nonlocal acc
+            value, acc, dx = span.loss_and_gradients(params, x, targets, scale, acc, randomness, layer)
+            return value, acc, dx
+
+        forward_s, backward_s = 0.0, _median_s(loss, repetitions)
+        program, residual_bytes = span.loss_and_gradients, 0
+    else:
+        y, residuals = span.forward(params, x, randomness, layer)
+
+        def backward() -> Any:
+            nonlocal acc
+            acc, dx = span.backward(params, x, residuals, y, acc)
+            return acc, dx
+
+        forward_s = _median_s(lambda: span.forward(params, x, randomness, layer), repetitions)
+        backward_s = _median_s(backward, repetitions)
+        program, residual_bytes = span.backward, _kept_bytes(span)
+    count = len(span.devices.devices)
+    return LayerCost(
+        num_devices=count,
+        forward_s=forward_s / num_layers,
+        backward_s=backward_s / num_layers,
+        residual_bytes=-(-residual_bytes // (num_layers * count)),
+        temporary_bytes=_temporary_bytes(program),
+    )
+
+
+def _median_s(call: Callable[[], Any], repetitions: int) -> float:
+    jax.block_until_ready(call())  # the first run touches memory for the first time
+    times_s: list[float] = []
+    for _ in range(repetitions):
+        began_s = time.perf_counter()
+        jax.block_until_ready(call())
+        times_s.append(time.perf_counter() - began_s)
+    return statistics.median(times_s)
+
+
+def _random_arguments(span: Span) -> tuple[Any, jax.Array, Any, Any, jax.Array]:
+    randomness = None if span.random_specs is None else jax.tree.map(_filled, span.random_specs)
+    layer = _filled(span.devices.replicated_spec((), jnp.int32))
+    return jax.tree.map(_filled, span.params_specs), _filled(span.x_spec), span.zeros(), randomness, layer
+
+
+def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of small numbers; what they are makes no difference to time, but denormal ones would."""
+    values = np.random.default_rng(0).standard_normal(spec.shape) * 0.02
+    return jax.device_put(np.asarray(values, spec.dtype), spec.sharding)
+
+
+# -- estimating
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    flops: float
+    memory_bytes: float
+    temporary_bytes: int
+
+
+def _analysed(span: Span) -> tuple[_Work, _Work]:
+    """Return the work of forward and backward of a span of one layer; the last layer has it all in backward."""
+    if span.key.is_last:
+        return _Work(flops=0, memory_bytes=0, temporary_bytes=0), _work(span.loss_and_gradients)
+    return _work(span.forward), _work(span.backward)
+
+
+def _work(program: jax.stages.Compiled) -> _Work:
+    analysis: Any = program.cost_analysis()
+    return _Work(
+        flops=float(analysis.get("flops", 0.0)),
+        memory_bytes=float(analysis.get("bytes accessed", 0.0)),
+        temporary_bytes=_temporary_bytes(program),
+    )
+
+
+def _temporary_bytes(program: jax.stages.Compiled) -> int:
+    analysis: Any = program.memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+# -- both
+
+
+def _inputs(config: RunConfig, model: LayeredModel) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape of the input of each kind of layer, one microbatch."""
+    x = jax.ShapeDtypeStruct((config.microbatch_size, config.sequence_length), jnp.int32)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for layer in model.layers:
+        if layer.kind in found:
+            continue
+        found[layer.kind] = x
+        functions = LayerFunctions(layer)
+        if layer is not model.layers[-1]:
+            x = jax.eval_shape(
+                lambda own, tied, x, functions=functions: functions.module(own, tied)(x, None),
+                functions.own_shapes,
+                functions.tied_shapes,
+                x,
+            )
+    return found
+
+
+def _span(
+    config: RunConfig,
+    model: LayeredModel,
+    kind: str,
+    x_spec: jax.ShapeDtypeStruct,
+    home: Home,
+    devices: StageDevices,
+    num_layers: int | None = None,
+) -> Span:
+    members = [layer for layer in model.layers if layer.kind == kind]
+    key = SpanKey(
+        kind=kind,
+        num_layers=min(len(members), num_layers or _NUM_SCANNED),
+        is_last=members[-1] is model.layers[-1],
+        x_shape=x_spec.shape,
+        x_dtype=str(x_spec.dtype),
+        targets_shape=(config.microbatch_size, config.sequence_length),
+        devices=devices.key,
+        remat=config.remat,
+        is_stochastic=model.is_stochastic,
+    )
+    return Span(key=key, functions=LayerFunctions(members[0]), home=home, devices=devices)
+
+
+def _kept_bytes(span: Span) -> int:
+    """Return what a span keeps of a microbatch from forward to backward: its input and the residuals."""
+    if span.key.is_last:
+        return 0
+    return _bytes(span.x_spec) + _bytes(span.residual_shapes)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _profile(
+    config: RunConfig,
+    model: LayeredModel,
+    *,
+    device: str,
+    source: str,
+    costs: dict[str, tuple[LayerCost, ...]],
+    outputs: dict[str, int],
+    link: Rate,
+    sum_rate: Rate,
+) -> Profile:
+    functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+    tied = [group for group in groups_of(model) if group.attribute is not None]
+    return Profile(
+        device=device,
+        source=source,
+        microbatch_size=config.microbatch_size,
+        precision="float32",
+        remat=config.remat,
+        layers=tuple(
+            LayerProfile(
+                kind=layer.kind,
+                costs=costs[layer.kind],
+                state=_state_bytes(num_elements(functions[layer.kind].own_shapes)),
+                output_bytes=outputs[layer.kind],
+            )
+            for layer in model.layers
+        ),
+        tied_groups=tuple(
+            TiedGroup(
+                name=group.name,
+                layers=group.layers,
+                state=_state_bytes(
+                    num_elements(functions[model.layers[group.layers[0]].kind].tied_shapes[group.attribute or ""])
+                ),
+            )
+            for group in tied
+        ),
+        link=link,
+        sum=sum_rate,
+    )
+
+
+def _state_bytes(num_parameters: int) -> StateBytes:
+    """Return the bytes of float32 parameters, gradient sums and AdamW's two moments."""
+    return StateBytes(
+        parameter_bytes=4 * num_parameters, gradient_bytes=4 * num_parameters, optimizer_bytes=8 * num_parameters
+    )
