@@ -109,9 +109,19 @@ def make_proposer(config: RunConfig, *, plan: str | None, device_memory_bytes: i
 
 def estimated_profile(config: RunConfig) -> Profile:
     """Return a profile without measuring: closed forms for a GPT, equal layers for any other model."""
+    return estimate_profile(
+        layer_sizes(config),
+        microbatch_size=config.microbatch_size,
+        remat=config.remat,
+        devices_per_node=config.devices_per_node,
+    )
+
+
+def layer_sizes(config: RunConfig) -> tuple[LayerSize, ...]:
+    """Return what each layer computes and keeps: closed forms for a GPT, equal layers for any other model."""
     model = config.model
     if isinstance(model, GptConfig):
-        sizes = gpt_sizes(
+        return gpt_sizes(
             num_blocks=model.num_blocks,
             width=model.width,
             num_heads=model.num_heads,
@@ -119,17 +129,10 @@ def estimated_profile(config: RunConfig) -> Profile:
             sequence_length=config.sequence_length,
             remat=config.remat,
         )
-    else:
-        layer = LayerSize(
-            kind="layer", num_parameters=1, forward_flops=10**6, num_outputs=1, num_residuals=1, num_temporaries=1
-        )
-        sizes = (layer,) * model.num_layers
-    return estimate_profile(
-        sizes,
-        microbatch_size=config.microbatch_size,
-        remat=config.remat,
-        devices_per_node=config.devices_per_node,
+    layer = LayerSize(
+        kind="layer", num_parameters=1, forward_flops=10**6, num_outputs=1, num_residuals=1, num_temporaries=1
     )
+    return (layer,) * model.num_layers
 
 
 def memory_per_device(num_local_devices: int) -> int:

@@ -29,6 +29,7 @@ class DeviceRates:
 
     name: str
     flops_per_s: float  # floating-point operations in matmuls, at the precision of the run
+    memory_bytes_per_s: float  # of the device's memory
     node_bytes_per_s: float  # between devices of one node
     link: Rate  # between nodes, one message
     sum: Rate  # between nodes, in a sum
@@ -37,6 +38,7 @@ class DeviceRates:
 LAPTOP_RATES = DeviceRates(
     name="cpu core",
     flops_per_s=5e10,
+    memory_bytes_per_s=1e10,
     node_bytes_per_s=1e10,
     link=Rate(bytes_per_s=1e9, latency_s=2e-4),
     sum=Rate(bytes_per_s=1e9, latency_s=2e-4),
@@ -95,7 +97,8 @@ def estimate_profile(
 ) -> Profile:
     """Return a profile by closed forms.
 
-    A backward pass is two forward passes, and a third where the layer is recomputed. Devices of a node share a
+    A forward pass takes the longer of its operations and its traffic to memory; a backward pass is two forward passes,
+    and a third where the layer is recomputed. Devices of a node share a
     microbatch perfectly but for gathering the layer's parameters twice. State is float32, as AdamW keeps it. Layers
     with tied parameters share one group.
 
@@ -128,9 +131,10 @@ def estimate_profile(
 def _layer(
     size: LayerSize, microbatch_size: int, width_bytes: int, remat: Remat, rates: DeviceRates, counts: Sequence[int]
 ) -> LayerProfile:
-    forward_s = size.forward_flops * microbatch_size / rates.flops_per_s
-    passes = 3 if remat is Remat.LAYER and size.num_residuals else 2
     parameter_bytes = width_bytes * (size.num_parameters + size.num_tied_parameters)
+    moved_bytes = parameter_bytes + 2 * width_bytes * size.num_temporaries * microbatch_size  # written and read
+    forward_s = max(size.forward_flops * microbatch_size / rates.flops_per_s, moved_bytes / rates.memory_bytes_per_s)
+    passes = 3 if remat is Remat.LAYER and size.num_residuals else 2
 
     def cost(num_devices: int) -> LayerCost:
         gather_s = parameter_bytes * (num_devices - 1) / num_devices / rates.node_bytes_per_s
