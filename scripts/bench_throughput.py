@@ -8,6 +8,7 @@ with 1, 2 and 4 node processes take turns; what counts is the ratio of their med
 
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+
+from oobleck_jax.elastic.worker_process import MALLOC
 
 
 SCRIPTS = Path(__file__).parent
@@ -96,7 +99,10 @@ def run_plain(arguments: Arguments) -> float:
         "--steps",
         str(arguments.steps),
     ]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
+    # The same settings of malloc that workers get: they help the plain side as much.
+    result = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=1200, env={**os.environ, **MALLOC}
+    )
     return float(json.loads(result.stdout.splitlines()[-1]))
 
 

@@ -18,6 +18,11 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # far above the largest vote
 _TAIL_BYTES = 4000
 
 
+# For glibc. XLA allocates its temporaries anew in each program: what is freed must stay, or every page of it is faulted in
+# again (a tenth of the CPU time of gpt-laptop). In few arenas, or too much stays (peak 575 MB instead of 475).
+MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+
+
 class WorkerProcess:
     """A running worker.
 
@@ -137,11 +142,5 @@ def worker_environment(environment: Mapping[str, str], *, num_threads: int, num_
         flags.append("--xla_cpu_multi_thread_eigen=false")
     if num_devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={num_devices}")
-    # Two arenas: with one for each thread of XLA, freed memory stays in them (gpt-laptop: peak 575 MB instead of 472).
-    ours = {
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
-        "MALLOC_ARENA_MAX": "2",
-    }
+    ours = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **MALLOC}
     return {**ours, **environment, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
