@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oobleck_jax import events
 from oobleck_jax.planning.plan import NodeId, Plan
@@ -92,19 +92,18 @@ class Story:
     @property
     def training(self) -> str:
         """Where training is."""
-        loss = "" if self.loss is None else f"loss {self.loss:.4f}  "
-        return f"{loss}{self.tokens_per_s:,.0f} tokens/s  {self.time_left} left"
+        if self.loss is None:
+            return "..."
+        return f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  {self.time_left} left"
 
     @property
     def tokens_per_s(self) -> float:
         recent = self._recent_steps_s
-        return self._tokens_per_step * len(recent) / sum(recent) if recent else 0.0
+        return self._tokens_per_step * len(recent) / sum(recent)
 
     @property
     def time_left(self) -> str:
         recent = self._recent_steps_s
-        if not recent:
-            return "?"
         return format_duration((self.steps - self.step) * sum(recent) / len(recent))
 
 
@@ -162,7 +161,6 @@ class LiveDisplay:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             TimeElapsedColumn(),
             console=console,
@@ -170,18 +168,21 @@ class LiveDisplay:
             refresh_per_second=4,
         )
         self._task = self._progress.add_task("starting", total=None, text="")
-        self._progress.start()
 
     def show(self, record: events.Record) -> None:
         line = self._story.take(record)
         if line is not None:
             self.note(line)
-        if isinstance(record, events.Prepared):
-            self._progress.update(self._task, description="training", total=self._story.steps)
-        if self._story.step:
-            self._progress.update(self._task, completed=self._story.step, text=self._story.training)
-        else:
-            self._progress.update(self._task, text=self._story.start_up)
+        story = self._story
+        if isinstance(record, events.Started):
+            self._progress.start()
+        elif isinstance(record, events.Prepared | events.Committed):
+            text = f"{story.step}/{story.steps}  {story.training}"
+            self._progress.update(
+                self._task, description="training", completed=story.step, total=story.steps, text=text
+            )
+        elif isinstance(record, events.Joined | events.Ready | events.Advanced):
+            self._progress.update(self._task, text=story.start_up)
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False)

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _JOIN_S = 10.0  # a connection that has not asked to join by then is closed
-_LATE_S = 1.0  # a timer that fires so late tells that this process, not the nodes, stood still
+_LOOK_S = 0.5  # the machine is fed at least so often
+_STANDSTILL_S = 1.5  # if nothing is fed for so long, this process was stopped (Ctrl-Z) or starved
 
 
 class FabricService(Protocol):
@@ -115,6 +116,8 @@ class Coordinator:
         self._outgoing: dict[ConnectionId, asyncio.Queue[messages.ToNode | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._seen_s = self._loop.time()
+        self._lost_s = 0.0  # time while this process stood still
         self._fabrics: dict[int, FabricService] = {}  # by generation
 
     async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> Finish:
@@ -150,7 +153,7 @@ class Coordinator:
         if self._finished.done():
             return
         try:
-            for effect in self._membership.handle(given, self._loop.time()):
+            for effect in self._membership.handle(given, self._now_s()):
                 match effect:
                     case Send():
                         if effect.connection in self._outgoing:
@@ -174,19 +177,25 @@ class Coordinator:
             return
         self._schedule()
 
+    def _now_s(self) -> float:
+        """Return the time for the machine. It stands still while this process does: no node is late then.
+
+        Their signs of life wait in the sockets meanwhile, and are read one after the other.
+        """
+        now_s = self._loop.time()
+        gap_s, self._seen_s = now_s - self._seen_s, now_s
+        if gap_s > _STANDSTILL_S:
+            self._lost_s += gap_s
+            logger.warning("this process stood still for %.1f s", gap_s)
+        return now_s - self._lost_s
+
     def _schedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         wake_s = self._membership.wake_s
         if wake_s < math.inf:
-            self._timer = self._loop.call_at(wake_s, self._tick, wake_s)
-
-    def _tick(self, due_s: float) -> None:
-        if self._loop.time() - due_s > _LATE_S:
-            # This process was stopped or starved. Signs of life of the nodes wait in their sockets: read them first.
-            self._timer = self._loop.call_later(0.5, self._feed, Tick())
-        else:
-            self._feed(Tick())
+            look_s = min(wake_s + self._lost_s, self._loop.time() + _LOOK_S)
+            self._timer = self._loop.call_at(look_s, self._feed, Tick())
 
     async def _start_fabric(self, wanted: StartFabric) -> None:
         host = self._services.listen_host

@@ -209,6 +209,16 @@ def test_agents_end_when_the_coordinator_is_gone(cluster: Cluster) -> None:
     assert_clean(cluster)
 
 
+def test_no_node_is_late_when_the_coordinator_stood_still(cluster: Cluster) -> None:
+    def stand_still(record: events.Record) -> None:
+        if isinstance(record, events.Committed) and record.step == 2:
+            time.sleep(2.5)  # longer than any limit
+
+    cluster.on_record = stand_still
+    end = cluster.run(steps=20, limits=Limits(heartbeat_s=1.2, step_s=1.0, first_step_s=2.0))
+    assert (end.exit_code, end.reason) == (0, "all 20 steps are done")
+
+
 def test_a_wrong_token_is_refused(cluster: Cluster) -> None:
     cluster.num_nodes, cluster.token, cluster.agent_token = 1, "right", "wrong"
     end = cluster.run(limits=Limits(gather_s=4.0))
