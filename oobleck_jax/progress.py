@@ -60,7 +60,9 @@ class Story:
                 self._advance[record.node] = (record.phase, record.done, record.total)
             case events.Planned() if record.generation > 1:
                 self._advance.clear()
-                return f"generation {record.generation} from step {record.step}: {record.reason}; {record.plan_reason}"
+                return f"generation {record.generation} goes on with step {record.step}: {record.plan_reason}"
+            case events.Failed() if not record.is_collateral:
+                return f"lost: {record.cause}"
             case events.Prepared():
                 return f"all nodes are prepared after {record.seconds:.1f} s; step {record.step} begins"
             case events.Committed():
@@ -71,8 +73,8 @@ class Story:
                 return f"after step {record.step}: evaluation loss {loss} over {record.num_tokens:,} tokens"
             case events.Rejected():
                 return f"{record.name} may not take part: {record.reason}"
-            case events.Gathering() | events.Abandoned():
-                return record.reason
+            case events.Gathering():
+                return f"waiting for nodes: {record.reason}"
             case _:
                 pass
         return None

@@ -93,6 +93,7 @@ class Session:
         config = setting.config
         self._setting = setting
         self._config_json = config_to_json(setting.preset, config)
+        self._on_loss = OnLoss.REGROUP if config.fault_tolerance else OnLoss.STOP
         self._cores = available_cores() if setting.is_local else ()
         self._agents = LocalAgents()
         self._summary = Summary(tokens_per_step=config.tokens_per_step)
@@ -141,7 +142,7 @@ class Session:
                 self._first_step_s = time.monotonic()
             case _:
                 pass
-        if isinstance(record, events.Failed) and record is self._summary.failure:
+        if isinstance(record, events.Failed) and record is self._summary.failure and self._on_loss is OnLoss.STOP:
             self._display.close()  # the bar must not be drawn over the message
             log = None if record.node is None else str(self._setting.run_dir.log_path(record.node))
             _complain(failure_text(record, log if self._setting.is_local else None))
@@ -202,7 +203,7 @@ class Session:
             replan=setting.proposer.replan,
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
-            on_loss=OnLoss.REGROUP if config.fault_tolerance else OnLoss.STOP,
+            on_loss=self._on_loss,
             limits=Limits().scaled(setting.patience),
         )
 
@@ -238,7 +239,8 @@ class Session:
             self._setting.summary_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         steps = f"{summary['steps']} of {self._setting.config.steps} steps"
         if end.exit_code:
-            reason = "" if self._summary.failure else f": {end.reason}"
+            is_told = self._summary.failure is not None and self._on_loss is OnLoss.STOP
+            reason = "" if is_told else f": {end.reason}"
             return _complain(f"stopped after {steps}{reason}; see {self._setting.run_dir.path}")
         eval_loss = f"evaluation loss {summary['eval_loss']:.4f}, " if summary["eval_loss"] is not None else ""
         return self._display.note(

@@ -310,6 +310,20 @@ def test_the_loss_of_a_process_ends_the_run_in_ten_seconds(
 
 
 @pytest.mark.process
+def test_with_fault_tolerance_the_run_goes_on_without_the_lost_node(launch: Launch) -> None:
+    run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "600")
+    launch.await_step(3)
+    os.kill(launch.find("fake_worker.py", node=1), signal.SIGKILL)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, "")
+    assert "lost: the worker of node 1 was killed by SIGKILL (kill -9, or out of memory)\n" in out
+    assert "generation 2 goes on with step " in out
+    journal = [record for _, record in events.read_events(launch.run_dir / "journal.jsonl")]
+    assert [record.step for record in journal] == list(range(600))  # pyright: ignore
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
 def test_a_worker_that_raises_ends_the_run_with_its_traceback(launch: Launch) -> None:
     run = launch.start("--nodes", "2", "--steps", "99", worker=("--fault", "raise@1:4"))
     _, err = run.communicate(timeout=60)
