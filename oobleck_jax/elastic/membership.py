@@ -179,6 +179,8 @@ class Membership:
                 self._worker_exited(node, message)
             case messages.WorkerReady():
                 self._worker_ready(node, message)
+            case messages.Failed() if message.is_collateral and message.generation < self.generation:
+                self._ignore(f"node {node.node} lost a peer in generation {message.generation}, which is over")
             case messages.Failed():
                 self._blame(cause_of_failure(message, self._now_s))
             case messages.Progress() | messages.Prepared():

@@ -323,6 +323,16 @@ def test_who_only_lost_a_peer_stays_and_the_peer_is_excluded() -> None:
     assert (planned.generation, planned.plan.nodes) == (2, (0, 2, 3))
 
 
+def test_who_lost_a_peer_in_a_generation_that_is_over_says_nothing_new() -> None:
+    simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
+    simulation.say(nodes[1], exited(nodes[1].id, -9))
+    effects = simulation.say(nodes[0], failure(nodes[0].id, "PeerLost: the link broke", blames=nodes[1].id))
+    assert reasons(effects) == "node 0 lost a peer in generation 1, which is over"
+    simulation.now_s += simulation.terms.limits.verdict_s
+    simulation.feed(Tick())
+    assert simulation.machine.generation == 2
+
+
 def test_if_nobody_is_found_to_be_lost_all_try_again() -> None:
     simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
     simulation.say(nodes[0], failure(nodes[0].id, "Stalled: nothing came"))
