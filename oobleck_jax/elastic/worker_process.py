@@ -18,8 +18,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # far above the largest vote
 _TAIL_BYTES = 4000
 
 
-# For glibc. XLA allocates its temporaries anew in each program: what is freed must stay, or every page of it is faulted in
-# again (a tenth of the CPU time of gpt-laptop). In few arenas, or too much stays (peak 575 MB instead of 475).
+# For glibc. XLA allocates its temporaries anew in each program: what is freed must stay, or every page of it is faulted
+# in again (a tenth of the CPU time of gpt-laptop). In few arenas, or too much stays (peak 575 MB instead of 475).
 MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 
 
