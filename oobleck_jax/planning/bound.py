@@ -1,9 +1,9 @@
 """Optimistic bounds: whether what is built so far can still become a better partition than those already known.
 
-Known partitions of n nodes, as points (slowest, fill), have a lower convex hull. A partition above the hull is worse
-than one of the known ones, whatever the number of microbatches. A part of a partition is completed as if every other
-layer ran at its best number of devices, perfectly balanced over all devices that are left; if even that is above the
-hull of every number of nodes, the part can be dropped.
+Known partitions of n nodes, as points (slowest, fill), have a lower convex hull. A partition on or above the hull is
+not better than one of the known ones, whatever the number of microbatches. A part of a partition is completed as if
+every other layer ran at its best number of devices, perfectly balanced over all devices that are left; if even that is
+on or above the hull of every number of nodes, the part can be dropped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck_jax.planning.costs import Costs, Ints
+from oobleck_jax.planning.costs import NEVER, Costs, Ints
 
 
 NUM_BINS = 96  # of the slowest stage's time; more bins drop a little more
@@ -35,9 +35,10 @@ class Bound:
     fill_ns: Ints  # [first, end]: least time of a run of layers, each at its fastest number of devices
     device_ns: Ints  # [first, end]: least time x devices
     link_ns: int  # least of one more node, there and back
+    sum_ns: int  # least of the first stage's gradient sum
 
     def allowance(self, first: Ints, end: Ints, num_nodes: Ints, used: Ints) -> Ints:
-        """Return a table [row, bin] of the largest fill with which a part may still win.
+        """Return a table [row, bin] of the largest fill with which a part may still become better than all known.
 
         Args:
             first: the part is of the layers `[first, end)`.
@@ -45,24 +46,41 @@ class Bound:
             num_nodes: of the part; the first of them may be incomplete.
             used: devices of its first node.
         """
-        other_fill = self.fill_ns[0, -1] - self.fill_ns[first, end]
-        other_work = self.device_ns[0, -1] - self.device_ns[first, end]
-        num_links = num_nodes - (end == len(self.fill_ns) - 1)
         table = np.full((len(first), len(self.bins_ns)), -1, dtype=np.int64)
-        for total, hull in enumerate(self.hulls, 1):
-            num_devices = self.devices_per_node * (total - num_nodes + 1) - used
-            rows = np.flatnonzero((num_nodes <= total) & ((num_devices > 0) | (other_work == 0)))
-            spread = other_work[rows] // np.maximum(num_devices[rows], 1)
-            slowest = np.maximum(self.bins_ns, spread[:, None])
-            # Rounded up, because one that is as good as a known one must not be dropped: ties are decided later.
-            most = (
-                np.interp(slowest, hull.slowest_ns, hull.fill_ns) + 1
-                if len(hull.fill_ns)
-                else np.full(slowest.shape, 2.0**62)
-            )
-            links = self.link_ns * np.maximum(total - 1 - num_links[rows], 0)
-            table[rows] = np.maximum(table[rows], most.astype(np.int64) - (other_fill[rows] + links)[:, None])
+        for total in range(1, len(self.hulls) + 1):
+            np.maximum(table, self._allowance_of(total, self.bins_ns, first, end, num_nodes, used), out=table)
         return table
+
+    def most_nodes(self, first: Ints, end: Ints) -> Ints:
+        """Return for runs of layers the most nodes of a partition that may win with the run on one node."""
+        least_fill = self.fill_ns[first, end]
+        least_slowest = (self.device_ns[first, end] // self.devices_per_node)[:, None]
+        one, none = np.ones_like(first), np.zeros_like(first)
+        most = np.zeros_like(first)
+        for total in range(1, len(self.hulls) + 1):
+            may_win = self._allowance_of(total, least_slowest, first, end, one, none)[:, 0] >= least_fill
+            most = np.where(may_win, total, most)
+        return most
+
+    def _allowance_of(self, total: int, slowest_ns: Ints, first: Ints, end: Ints, num_nodes: Ints, used: Ints) -> Ints:
+        """Return the largest fill of parts of partitions of `total` nodes; -1 where they are too many or too few.
+
+        It may depend on what a run of layers is, but not on where it is: equal runs share their splits.
+        """
+        other_fill = self.fill_ns[0, -1] - self.fill_ns[first, end] + np.where(first > 0, self.sum_ns, 0)
+        other_work = self.device_ns[0, -1] - self.device_ns[first, end]
+        is_last = end == len(self.fill_ns) - 1  # else others follow, on other nodes, because stages are added in front
+        num_devices = self.devices_per_node * (total - num_nodes + 1) - used
+        is_possible = (num_nodes + ~is_last <= total) & ((num_devices > 0) | (other_work == 0))
+        slowest = np.maximum(slowest_ns, (other_work // np.maximum(num_devices, 1))[:, None])
+        hull = self.hulls[total - 1]
+        if len(hull.fill_ns):
+            # Less than on the hull, since what is only as good as a known one does not win.
+            most = np.ceil(np.interp(slowest, hull.slowest_ns, hull.fill_ns)).astype(np.int64) - 1
+        else:
+            most = np.full(slowest.shape, NEVER)
+        links = self.link_ns * np.maximum(total - 1 - (num_nodes - is_last), 0)
+        return np.where(is_possible[:, None], most - (other_fill + links)[:, None], -1)
 
     def bin_of(self, slowest_ns: Ints) -> Ints:
         return np.searchsorted(self.bins_ns, slowest_ns, side="right") - 1
@@ -88,6 +106,7 @@ def make_bound(costs: Costs, known: Sequence[Sequence[tuple[int, int]]], *, num_
         fill_ns=_range_sums(work.min(axis=0)),
         device_ns=_range_sums((work * counts).min(axis=0)),
         link_ns=2 * int(inner_links.min()) if len(inner_links) else 0,
+        sum_ns=int(costs.sum_ns[0, 1]),
     )
 
 

@@ -68,12 +68,13 @@ def concatenate(parts: Sequence[Splits]) -> Splits:
     )
 
 
-def node_splits(costs: Costs, bound: Bound | None = None) -> Splits:
+def node_splits(costs: Costs, bound: Bound | None = None, *, is_exact: bool = True) -> Splits:
     """Return the splits worth having of every run of layers, ascending by the end of the run.
 
     Args:
         costs: of the layers.
         bound: if given, splits that cannot be part of a partition that wins are dropped.
+        is_exact: keep also splits that are only better because memory is tight.
     """
     runs = _distinct_runs(costs, bound)
     level = _empty(costs, runs)
@@ -82,14 +83,14 @@ def node_splits(costs: Costs, bound: Bound | None = None) -> Splits:
         longer = _in_front_of(level, costs, runs)
         together = concatenate([found, longer])
         columns = [together.fill_ns, together.slowest_ns, together.used]
-        columns += [together.num_stages, UNLIMITED - together.room] if together.is_tight else []
+        columns += [together.num_stages, UNLIMITED - together.room] if is_exact and together.is_tight else []
         kept = unbeaten(runs.of(together), columns, ties=(together.num_stages, together.tail_ns))
         level = together.take(kept[kept >= len(found.first)])
         found = together.take(kept)
         if not len(level.first):
             break
     columns = [found.fill_ns, found.slowest_ns]
-    columns += [found.num_stages, UNLIMITED - found.room] if found.is_tight else []
+    columns += [found.num_stages, UNLIMITED - found.room] if is_exact and found.is_tight else []
     found = found.take(unbeaten(runs.of(found), columns, ties=(found.num_stages, found.tail_ns, found.used)))
     first, end = np.nonzero(np.triu(np.ones_like(runs.table), 1))
     order = np.argsort(end, kind="stable")
@@ -105,6 +106,7 @@ class _Runs:
     table: Ints  # [first, end]: the number; -1 where end < first
     first: Ints  # [number]: the example
     end: Ints
+    most_after: Ints  # [number]: the most stages that may follow it
     allowance_ns: Ints | None  # [number, used, bin]: the largest fill that may win
     bound: Bound | None
 
@@ -132,12 +134,20 @@ def _distinct_runs(costs: Costs, bound: Bound | None) -> _Runs:
                 examples.append((first, end))
     firsts, ends = np.array(examples, dtype=np.int64).T
     if bound is None:
-        return _Runs(table=table, first=firsts, end=ends, allowance_ns=None, bound=None)
+        most_after = np.full_like(firsts, costs.num_layers)
+        return _Runs(table=table, first=firsts, end=ends, most_after=most_after, allowance_ns=None, bound=None)
     used = np.tile(np.arange(costs.devices_per_node + 1), len(examples))
     rows = np.repeat(np.arange(len(examples)), costs.devices_per_node + 1)
     allowance_ns = bound.allowance(firsts[rows], ends[rows], np.ones_like(used), used)
     shape = (len(examples), costs.devices_per_node + 1, -1)
-    return _Runs(table=table, first=firsts, end=ends, allowance_ns=allowance_ns.reshape(shape), bound=bound)
+    return _Runs(
+        table=table,
+        first=firsts,
+        end=ends,
+        most_after=costs.devices_per_node * (bound.most_nodes(firsts, ends) - 1),
+        allowance_ns=allowance_ns.reshape(shape),
+        bound=bound,
+    )
 
 
 def _empty(costs: Costs, runs: _Runs) -> Splits:
@@ -182,14 +192,14 @@ def _with_devices(index: int, level: Splits, row: Ints, run: Ints, cut: Ints, co
     slowest_ns = np.maximum(level.slowest_ns[row], work_ns)
     keep = runs.may_win(run, level.used[row] + count, fill_ns, slowest_ns)
     rest, first, cut, limit, work_ns = level.take(row[keep]), first[keep], cut[keep], limit[keep], work_ns[keep]
-    room = np.where(limit < UNLIMITED, limit - rest.num_stages - 1, UNLIMITED)
+    room = np.minimum(rest.room, np.where(limit < UNLIMITED, limit - rest.num_stages - 1, UNLIMITED))
     return Splits(
         first=first,
         end=end[keep],
         fill_ns=fill_ns[keep],
         slowest_ns=slowest_ns[keep],
         tail_ns=rest.tail_ns + rest.fill_ns + work_ns,
-        room=np.minimum(rest.room, room),
+        room=np.where(room < runs.most_after[run[keep]], room, UNLIMITED),
         used=rest.used + count,
         stage_layers=np.concatenate([(cut - first)[:, None], rest.stage_layers[:, :-1]], axis=1),
         stage_devices=np.concatenate([np.full_like(cut, count)[:, None], rest.stage_devices[:, :-1]], axis=1),

@@ -89,18 +89,30 @@ def best_partitions(costs: Costs, *, max_nodes: int, num_microbatches: int) -> t
     For each number of nodes they descend by fill and ascend by slowest stage; for each number of microbatches up to
     `num_microbatches` one of them is a best one. There are none where no partition fits memory.
     """
-    bound = None
-    if len(costs.device_counts) > 1:  # partitions whose nodes have equal stages are found fast, and good to know
-        alike = [node_splits(costs.with_device_count(index)) for index in range(len(costs.device_counts))]
-        known = _pass(costs, _by_end(concatenate(alike)), max_nodes, None)
+    if len(costs.device_counts) == 1:
+        found = _pass(costs, node_splits(costs), max_nodes)
+    else:
+        known = _pass(costs, _alike_splits(costs), max_nodes, is_exact=False)
         points = [[(partition.slowest_ns, partition.fill_ns) for partition in partitions] for partitions in known]
         bound = make_bound(costs, points, num_microbatches=num_microbatches)
-    found = _pass(costs, node_splits(costs, bound), max_nodes, bound)
+        better = _pass(costs, node_splits(costs, bound), max_nodes, bound)
+        found = [(*pair[0], *pair[1]) for pair in zip(known, better, strict=True)]
     return tuple(_best_for_some(partitions, num_microbatches) for partitions in found)
 
 
-def _by_end(splits: Splits) -> Splits:
-    return splits.take(np.argsort(splits.end, kind="stable"))
+def _alike_splits(costs: Costs) -> Splits:
+    """Return splits of each run of layers into stages of equal numbers of devices.
+
+    They are few and found fast, and what is built of them is good to know, because much can be dropped that cannot
+    become better.
+    """
+    parts: list[Splits] = []
+    for index in range(len(costs.device_counts)):
+        splits = node_splits(costs.with_device_count(index), is_exact=False)
+        run = splits.first * (costs.num_layers + 1) + splits.end
+        parts.append(splits.take(unbeaten(run, [splits.fill_ns, splits.slowest_ns])))
+    alike = concatenate(parts)
+    return alike.take(np.argsort(alike.end, kind="stable"))
 
 
 def _best_for_some(partitions: tuple[Partition, ...], num_microbatches: int) -> tuple[Partition, ...]:
@@ -108,8 +120,10 @@ def _best_for_some(partitions: tuple[Partition, ...], num_microbatches: int) -> 
     return tuple(by_values[point] for point in lower_hull(by_values, num_microbatches=num_microbatches))
 
 
-def _pass(costs: Costs, splits: Splits, max_nodes: int, bound: Bound | None) -> tuple[tuple[Partition, ...], ...]:
-    """Return the best partitions into nodes with the given splits."""
+def _pass(
+    costs: Costs, splits: Splits, max_nodes: int, bound: Bound | None = None, *, is_exact: bool = True
+) -> tuple[tuple[Partition, ...], ...]:
+    """Return the best partitions into nodes with the given splits; good ones only, unless exact."""
     zero = np.zeros(1, dtype=np.int64)
     labels = _Labels(
         first=zero + costs.num_layers,
@@ -123,7 +137,7 @@ def _pass(costs: Costs, splits: Splits, max_nodes: int, bound: Bound | None) -> 
     history: list[_Labels] = []
     found: list[tuple[Partition, ...]] = []
     for num_nodes in range(1, max_nodes + 1):
-        labels = _add_node(labels, splits, num_nodes, bound)
+        labels = _add_node(labels, splits, num_nodes, bound, is_tight=is_exact and splits.is_tight)
         history.append(labels)
         complete = np.flatnonzero(labels.first == 0)
         columns = (labels.fill_ns[complete], labels.slowest_ns[complete])
@@ -132,7 +146,7 @@ def _pass(costs: Costs, splits: Splits, max_nodes: int, bound: Bound | None) -> 
     return tuple(found)
 
 
-def _add_node(labels: _Labels, splits: Splits, num_nodes: int, bound: Bound | None) -> _Labels:
+def _add_node(labels: _Labels, splits: Splits, num_nodes: int, bound: Bound | None, *, is_tight: bool) -> _Labels:
     """Put one more node in front of each label, in every way; with it there are `num_nodes`."""
     label, split = join(labels.first, splits.end)
     num_stages = splits.num_stages
@@ -166,7 +180,7 @@ def _add_node(labels: _Labels, splits: Splits, num_nodes: int, bound: Bound | No
         split=split,
         rest=label,
     )
-    columns = (longer.fill_ns, longer.slowest_ns, *([longer.num_stages] if splits.is_tight else []))
+    columns = (longer.fill_ns, longer.slowest_ns, *([longer.num_stages] if is_tight else []))
     return longer.take(unbeaten(longer.first, columns, ties=(longer.num_stages, longer.tail_ns)))
 
 

@@ -10,6 +10,7 @@ a pipeline, borrowing a node from another one and merging two (Oobleck, section 
 4. The plan is taken that does most steps within a horizon that begins with its copying.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +100,7 @@ def reconfigure(
     plans = [_assign(fresh[number], frozenset(), held, states) for number in fastest]
     for kept, shares in _shapes_that_keep(templates, old, nodes, num_pipelines) if old is not None else ():
         fixed = [node for pipeline in kept for node in pipeline.nodes]
-        free = [node for node in nodes if node not in set(fixed)]
+        free = sorted(set(nodes) - set(fixed))
         plans.append(_assign(bind(shares, (*fixed, *free)), frozenset(fixed), held, states))
     times = forecast_times(plans, templates.profile, templates.costs)
     copies = [copies_of(plan, held, states) for plan in plans]
@@ -123,17 +124,28 @@ def copies_of(plan: Plan, held: Mapping[NodeId, frozenset[int]], states: Sequenc
     States that nobody holds are left out: they come from a checkpoint, or are made anew.
     """
     copies: list[Copy] = []
-    sent = dict.fromkeys(held, 0)
-    layers_of = _layers_of(plan)
+    holders_of = _nodes_by_layer(held)
+    needed_by = _nodes_by_layer(_layers_of(plan))
+    sent_bytes = dict.fromkeys(held, 0)
     for state in sorted(states, key=lambda state: (-state.num_bytes, state.layers)):
-        holders = [node for node, layers in held.items() if not layers.isdisjoint(state.layers)]
-        for node in sorted(layers_of) if holders else ():
-            if layers_of[node].isdisjoint(state.layers) or not held[node].isdisjoint(state.layers):
-                continue
-            source = min(holders, key=lambda holder: (sent[holder], holder))
-            sent[source] += state.num_bytes
+        holders = {node for layer in state.layers for node in holders_of[layer]}
+        lacking = {node for layer in state.layers for node in needed_by[layer]} - holders
+        queue = [(sent_bytes[node], node) for node in holders]
+        heapq.heapify(queue)
+        for node in sorted(lacking) if holders else ():
+            source = queue[0][1]
+            sent_bytes[source] += state.num_bytes
+            heapq.heapreplace(queue, (sent_bytes[source], source))
             copies.append(Copy(layers=state.layers, source=source, destination=node, num_bytes=state.num_bytes))
     return tuple(copies)
+
+
+def _nodes_by_layer(layers_of: Mapping[NodeId, frozenset[int]]) -> defaultdict[int, list[NodeId]]:
+    nodes: defaultdict[int, list[NodeId]] = defaultdict(list)
+    for node, layers in layers_of.items():
+        for layer in layers:
+            nodes[layer].append(node)
+    return nodes
 
 
 def states_of(profile: Profile) -> tuple[State, ...]:

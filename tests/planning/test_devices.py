@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from oobleck_jax.config import Remat
@@ -7,7 +9,7 @@ from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
 
 
 def test_unknown_device_names_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="--device a41 is not known; there are .*a40, a100-40gb"):
+    with pytest.raises(PlanError, match=r"--device a41 is not known; there are .*a40, a100-40gb"):
         device_named("a41")
 
 
@@ -36,6 +38,6 @@ def test_more_devices_are_faster_and_keep_less_each() -> None:
     profile = estimate_profile(sizes, microbatch_size=8, precision="bfloat16", rates=rates, devices_per_node=8)
     costs = profile.layers[1].costs
     assert [cost.num_devices for cost in costs] == [1, 2, 4, 8]
-    for one, two in zip(costs, costs[1:], strict=False):
+    for one, two in itertools.pairwise(costs):
         assert two.forward_s < one.forward_s < 2 * two.forward_s
         assert two.residual_bytes == one.residual_bytes / 2
