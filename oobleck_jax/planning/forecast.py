@@ -8,13 +8,13 @@ other on each node, last layers first.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import TypeAlias
 
 import numpy as np
 
 from oobleck_jax.planning.costs import NS_PER_S, Costs, Ints
-from oobleck_jax.planning.plan import Pipeline, Plan, Template
+from oobleck_jax.planning.plan import Plan, Template
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.schedule import StageCost
 
@@ -61,7 +61,7 @@ _Kind: TypeAlias = tuple[Template, int]  # pipelines with the same template and 
 
 def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tuple[PlanTimes, ...]:
     """Return when a step of each plan is predicted to end; see `forecast_plan`."""
-    counts = [Counter((pipeline.template, pipeline.num_microbatches) for pipeline in plan.pipelines) for plan in plans]
+    counts = [_count_kinds(plan) for plan in plans]
     kinds = list(dict.fromkeys(kind for count in counts for kind in count))
     ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number in kinds])
     ends_of = {kind: tuple(ends.tolist()) for kind, ends in zip(kinds, ends_ns, strict=True)}
@@ -73,6 +73,14 @@ def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tup
     return tuple(times)
 
 
+def _count_kinds(plan: Plan) -> Counter[_Kind]:
+    """Count the pipelines of each kind; neighbours first, because comparing them is far cheaper than hashing."""
+    counts: Counter[_Kind] = Counter()
+    for kind, group in groupby(plan.pipelines, key=lambda pipeline: (pipeline.template, pipeline.num_microbatches)):
+        counts[kind] += len(list(group))
+    return counts
+
+
 def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
     """Return what a plan is predicted to take.
 
@@ -81,28 +89,31 @@ def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
         profile: costs of the layers.
         costs: its tables, for the nodes of the plan.
     """
-    times = forecast_times([plan], profile, costs)[0]
-    stages = {pipeline: forecast_stages(pipeline, costs) for pipeline in plan.pipelines}
-    busy_s = sum(
-        pipeline.num_microbatches * stage.num_devices * (forecast.cost.forward_s + forecast.cost.backward_s)
-        for pipeline in plan.pipelines
-        for stage, forecast in zip(pipeline.template.stages, stages[pipeline], strict=True)
-    )
+    ends = forecast_times([plan], profile, costs)[0]
+    stages: list[tuple[StageForecast, ...]] = []
+    busy_s = 0.0
+    for (template, number), group in groupby(plan.pipelines, key=lambda p: (p.template, p.num_microbatches)):
+        forecasts = forecast_stages(template, number, costs)
+        times = [forecast.cost.forward_s + forecast.cost.backward_s for forecast in forecasts]
+        num_pipelines = len(list(group))
+        stages += [forecasts] * num_pipelines
+        device_s = sum(stage.num_devices * time_s for stage, time_s in zip(template.stages, times, strict=True))
+        busy_s += num_pipelines * number * device_s
     num_devices = costs.devices_per_node * (len(plan.nodes) - len(plan.spare_nodes))
-    step_s = times.step_ns / NS_PER_S
+    step_s = ends.step_ns / NS_PER_S
     return Forecast(
         step_s=step_s,
-        compute_s=times.compute_ns / NS_PER_S,
-        exposed_sum_s=(times.step_ns - times.compute_ns) / NS_PER_S,
+        compute_s=ends.compute_ns / NS_PER_S,
+        exposed_sum_s=(ends.step_ns - ends.compute_ns) / NS_PER_S,
         bubble_fraction=1 - busy_s / (step_s * num_devices) if step_s else 0.0,
-        stages=tuple(stages[pipeline] for pipeline in plan.pipelines),
+        stages=tuple(stages),
     )
 
 
-def forecast_stages(pipeline: Pipeline, costs: Costs) -> tuple[StageForecast, ...]:
+def forecast_stages(template: Template, num_microbatches: int, costs: Costs) -> tuple[StageForecast, ...]:
     """Return what each stage of a pipeline is predicted to take."""
-    stages = pipeline.template.stages
-    times = stage_times(pipeline.template, costs)
+    stages = template.stages
+    times = stage_times(template, costs)
     forward_ns, backward_ns, transfer_ns = (
         column.tolist() for column in (times.forward_ns, times.backward_ns, times.transfer_ns)
     )
@@ -114,7 +125,7 @@ def forecast_stages(pipeline: Pipeline, costs: Costs) -> tuple[StageForecast, ..
                 costs.device_counts.index(stage.num_devices),
                 stage.first_layer,
                 stage.end_layer,
-                min(len(stages) - index, pipeline.num_microbatches),
+                min(len(stages) - index, num_microbatches),
             ),
         )
         for index, stage in enumerate(stages)

@@ -10,6 +10,7 @@ All of it is a function of its arguments, to the byte, on every machine.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.planning.allocate import Share, best_shares
@@ -154,18 +155,14 @@ def candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iter
 
 def bind(shares: Sequence[Share], nodes: tuple[NodeId, ...]) -> Plan:
     """Return the plan that gives nodes to shares in order, and leaves the rest spare."""
-    templates = {partition: template_of(partition) for partition in {share.partition for share in shares}}
     pipelines: list[Pipeline] = []
     first = 0
-    for share in shares:
-        pipelines.append(
-            Pipeline(
-                template=templates[share.partition],
-                nodes=nodes[first : first + share.num_nodes],
-                num_microbatches=share.num_microbatches,
-            )
-        )
-        first += share.num_nodes
+    for partition, group in groupby(shares, key=lambda share: share.partition):
+        template = template_of(partition)
+        for share in group:
+            bound = nodes[first : first + share.num_nodes]
+            pipelines.append(Pipeline(template=template, nodes=bound, num_microbatches=share.num_microbatches))
+            first += share.num_nodes
     return Plan(pipelines=tuple(pipelines), spare_nodes=nodes[first:])
 
 
