@@ -46,7 +46,7 @@ class RunConfig:
     sequence_length: int = 128  # tokens per sequence
     seed: int = 0  # decides initial parameters, order of samples and dropout
 
-    data: str = "builtin"  # token file (.bin, from scripts/prepare_data.py), or "builtin": the prose Python carries, as bytes
+    data: str = "builtin"  # token file (.bin, see scripts/prepare_data.py), or "builtin": the prose of Python, as bytes
     data_dtype: str = "uint16"  # token type of a .bin file that has no header beside it: uint16 or uint32
     validation_fraction: float = 0.05  # share of the tokens, at the end of the file, kept for evaluation
     eval_every: int = 50  # evaluate after every so many steps; 0 never evaluates
@@ -55,7 +55,7 @@ class RunConfig:
     nodes: int = 1  # nodes to start (on this machine, unless --coordinator-address is given)
     devices_per_node: int = 1  # devices of each node
     fault_tolerance: int = 0  # f: losses of nodes that must be survivable at once; needs f+1 pipelines
-    remat: Remat = Remat.DOTS  # what the forward pass keeps for the backward pass
+    remat: Remat = Remat.LAYER  # what the forward pass keeps for the backward pass
 
     @property
     def num_microbatches(self) -> int:

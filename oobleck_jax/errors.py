@@ -1,15 +1,15 @@
 """Errors that users meet. Each says what happened, the numbers, and the way out.
 
-    OobleckError
-      ConfigError (ValueError)    a flag, preset or file cannot be used
-        DataError                 the token file cannot be used
-        PlanError                 no plan exists, or a given plan is invalid
-          NotEnoughNodes          fewer nodes than the smallest template needs
-      RunFailed                   a run ended early; names the node and the cause
-      UnsupportedJax              this jax or jaxlib lacks something that is needed
-      Abandoned                   a wait ended because its generation or run is over (internal)
-      PeerLost                    a wait ended because a node that it depended on is gone (internal)
-      Stalled                     a wait went on longer than its limit (internal)
+OobleckError
+  ConfigError (ValueError)    a flag, preset or file cannot be used
+    DataError                 the token file cannot be used
+    PlanError                 no plan exists, or a given plan is invalid
+      NotEnoughNodes          fewer nodes than the smallest template needs
+  RunFailed                   a run ended early; names the node and the cause
+  UnsupportedJax              this jax or jaxlib lacks something that is needed
+  Abandoned                   a wait ended because its generation or run is over (internal)
+  PeerLost                    a wait ended because a node that it depended on is gone (internal)
+  Stalled                     a wait went on longer than its limit (internal)
 """
 
 
