@@ -20,6 +20,7 @@ from oobleck_jax.execution.layer_functions import LayerFunctions, num_elements
 from oobleck_jax.execution.layout import groups_of
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.estimate import DeviceRates
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
 
 
@@ -69,19 +70,7 @@ def measure_profile(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AchievableRates:
-    """What programs reach on a device: a roofline of two rates."""
-
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    node_bytes_per_s: float  # between devices of one node
-    link: Rate
-    sum: Rate
-
-
-def estimate_profile_with_xla(config: RunConfig, rates: AchievableRates) -> Profile:
+def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
     """Return a profile from XLA's own counts of operations and bytes; nothing is allocated or run.
 
     A program takes as long as its operations or its memory traffic, whichever is longer (roofline). With several

@@ -1,0 +1,134 @@
+"""Profile a model's layers: measured on this machine, or estimated for a device that is not here.
+
+    python scripts/profile.py --preset gpt-laptop --output laptop.json
+    python scripts/profile.py --preset gpt3-175b --device h100 --devices-per-node 8 --output h100.json
+
+Measured times are those of one node process with one compute thread, as nodes that share a machine have.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from models.presets import load_preset
+from oobleck_jax.config import RunConfig
+from oobleck_jax.errors import OobleckError
+from oobleck_jax.planning.devices import device_named, rates_of
+from oobleck_jax.planning.profile import Profile, profile_to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Flags of this script."""
+
+    preset: str = "gpt-laptop"  # the model, as for scripts/train.py
+    device: str | None = None  # estimate for this device (a40, a100-80gb, h100, ...) instead of measuring here
+    microbatch_size: int | None = None  # sequences per microbatch (default: the preset's)
+    devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
+    link_gbit_per_s: float = 100.0  # network between nodes, for --device
+    repetitions: int = 5  # timed runs of each program; the median counts
+    output: Path | None = None  # where to write the profile (JSON)
+
+
+def main(arguments: Arguments) -> int:
+    """Profile, print a table, and write the JSON."""
+    try:
+        config = _config(arguments)
+        profile = _measured(config, arguments) if arguments.device is None else _estimated(config, arguments)
+    except OobleckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _show(profile)
+    if arguments.output is not None:
+        arguments.output.write_bytes(profile_to_json(profile) + b"\n")
+        print(f"written to {arguments.output}")
+    return 0
+
+
+def _config(arguments: Arguments) -> RunConfig:
+    config = load_preset(arguments.preset)
+    given = {
+        "microbatch_size": arguments.microbatch_size,
+        "devices_per_node": arguments.devices_per_node,
+    }
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _measured(config: RunConfig, arguments: Arguments) -> Profile:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", config.devices_per_node)
+    from oobleck_jax.execution.home import Home
+    from oobleck_jax.execution.profiler import measure_profile
+    from oobleck_jax.execution.rates import measure_rates
+
+    link, sum_rate = measure_rates()
+    return measure_profile(
+        config,
+        home=Home(jax.local_devices()),
+        link=link,
+        sum_rate=sum_rate,
+        repetitions=arguments.repetitions,
+        progress=_progress,
+    )
+
+
+def _estimated(config: RunConfig, arguments: Arguments) -> Profile:
+    assert arguments.device is not None
+    rates = rates_of(
+        device_named(arguments.device),
+        precision="float32",
+        network_bytes_per_s=arguments.link_gbit_per_s / 8 * 1e9,
+        network_latency_s=1e-5,
+    )
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from oobleck_jax.execution.profiler import estimate_profile_with_xla
+
+    return estimate_profile_with_xla(config, rates)
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def _show(profile: Profile) -> None:
+    table = Table(title=f"{profile.device}, {profile.source}; microbatches of {profile.microbatch_size}")
+    for column in (
+        "kind",
+        "layers",
+        "devices",
+        "forward ms",
+        "backward ms",
+        "kept MB",
+        "temporary MB",
+        "parameters MB",
+    ):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for kind in dict.fromkeys(layer.kind for layer in profile.layers):
+        members = [layer for layer in profile.layers if layer.kind == kind]
+        for cost in members[0].costs:
+            table.add_row(
+                kind,
+                str(len(members)),
+                str(cost.num_devices),
+                f"{1e3 * cost.forward_s:.3f}",
+                f"{1e3 * cost.backward_s:.3f}",
+                f"{cost.residual_bytes / 1e6:.2f}",
+                f"{cost.temporary_bytes / 1e6:.1f}",
+                f"{members[0].state.parameter_bytes / 1e6:.2f}",
+            )
+    Console().print(table)
+    for name, rate in (("link", profile.link), ("sum", profile.sum)):
+        print(f"{name}: {rate.bytes_per_s / 1e6:,.0f} MB/s, {1e3 * rate.latency_s:.2f} ms latency")
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
