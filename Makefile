@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format
