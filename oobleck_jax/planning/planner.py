@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from oobleck_jax.config import Remat
 from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.planning.allocate import Share, best_shares
 from oobleck_jax.planning.forecast import Forecast, StageForecast, forecast_plan, forecast_times
@@ -195,24 +196,25 @@ def _no_pipeline_fits(templates: Templates, num_nodes: int) -> PlanError:
         num_microbatches=templates.num_microbatches,
         device_memory_bytes=templates.device_memory_bytes,
     )
+    ways = [] if profile.microbatch_size == 1 else ["lower --microbatch-size"]
+    ways += [] if profile.remat is Remat.LAYER else ["keep less with --remat layer"]
     if largest.smallest is not None:
-        missing = largest.smallest - num_nodes
+        ways = [f"add {_count(largest.smallest - num_nodes, 'node')}", *ways]
         return NotEnoughNodes(
             f"{_count(num_nodes, 'node')} of {where} cannot hold the model: the smallest pipeline needs "
-            f"{largest.smallest}; add {_count(missing, 'node')}, or lower --microbatch-size",
+            f"{largest.smallest}; {' or '.join(ways)}",
             num_nodes=num_nodes,
             num_needed=largest.smallest,
         )
     most = len(costs.device_counts) - 1
-    sizes = [(costs.memory_bytes(most, layer, layer + 1, 1), layer) for layer in range(profile.num_layers)]
-    needed, layer = max(sizes)
-    if needed > templates.device_memory_bytes:
+    sizes = [costs.memory_bytes(most, layer, layer + 1, 1) for layer in range(profile.num_layers)]
+    layer = max(range(profile.num_layers), key=lambda layer: (sizes[layer], -layer))
+    ways += ["raise --devices-per-node", "take devices with more memory"]
+    if sizes[layer] > templates.device_memory_bytes:
         return PlanError(
-            f"layer {layer} ({profile.layers[layer].kind}) alone needs {needed / 2**30:.3g} GiB on each of "
-            f"{_count(costs.device_counts[-1], 'device')}, but a node has {where}; lower --microbatch-size, raise "
-            "--devices-per-node, or take devices with more memory"
+            f"layer {layer} ({profile.layers[layer].kind}) alone needs {sizes[layer] / 2**30:.3g} GiB of each device "
+            f"of a stage on {_count(costs.device_counts[-1], 'device')}, but a node has {where}; {' or '.join(ways)}"
         )
     return PlanError(
-        f"no number of nodes of {where} can hold the residuals of the microbatches in flight; lower --microbatch-size, "
-        "or keep less with --remat layer"
+        f"no number of nodes of {where} can hold the residuals of the microbatches in flight; {' or '.join(ways)}"
     )
