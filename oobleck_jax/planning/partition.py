@@ -11,9 +11,10 @@ of the first stage counts because its last backward ends the step; those of the 
 is a pair (fill, slowest), whatever m is, and those on the lower convex hull of all pairs are the best: few.
 
 The paper's formula (Oobleck, section 4.1) subtracts from this the time that stages after the slowest one are idle.
-That is right for more microbatches than stages; at about as many it prefers partitions that really are 20 to 40 %
-slower, and elsewhere the choice above is within 1 % of it (measured, see ARCHITECTURE.md). Its preference for heavy
-early stages is kept where partitions have the same pair: of these the one with the smallest `tail` is taken.
+That is right with more microbatches than stages. With about as many it prefers partitions that really are a third
+slower than the best, where the pair above is 3 % off; from two microbatches per stage on both choose equally well
+(tests/planning/test_cost_model.py). The formula's preference for heavy early stages is kept where partitions have the
+same pair: of these the one with the smallest `tail` is taken.
 
 Algorithm. Whole nodes are added from the last layer to the first. A label is a partition of the layers from some
 layer on to some number of nodes; its values are fill, slowest, and the number of stages, because the i-th stage from

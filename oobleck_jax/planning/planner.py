@@ -79,16 +79,30 @@ def best_plan(
         NotEnoughNodes: not even one pipeline fits on the nodes.
         PlanError: the model fits on no number of nodes, or there are fewer microbatches than pipelines.
     """
-    # Rounded up, so that the templates of the first plan are those of the plans after losses, too.
-    max_nodes = min(profile.num_layers, 1 << (max(len(nodes), 1) - 1).bit_length())
-    templates = make_templates(
+    templates = templates_for(
         profile,
-        max_nodes=max_nodes,
+        num_nodes=len(nodes),
         devices_per_node=devices_per_node,
         num_microbatches=num_microbatches,
         device_memory_bytes=device_memory_bytes,
     )
     return plan_from(templates, nodes=nodes, fault_tolerance=fault_tolerance)
+
+
+def templates_for(
+    profile: Profile, *, num_nodes: int, devices_per_node: int, num_microbatches: int, device_memory_bytes: int
+) -> Templates:
+    """Return the templates for a number of nodes, and for fewer and somewhat more.
+
+    They are kept, and the number is rounded up, so that those of the first plan serve the plans after losses, too.
+    """
+    return make_templates(
+        profile,
+        max_nodes=min(profile.num_layers, 1 << (max(num_nodes, 1) - 1).bit_length()),
+        devices_per_node=devices_per_node,
+        num_microbatches=num_microbatches,
+        device_memory_bytes=device_memory_bytes,
+    )
 
 
 def plan_from(templates: Templates, *, nodes: tuple[NodeId, ...], fault_tolerance: int) -> Planning:

@@ -40,6 +40,7 @@ MAX_BROKEN = 2  # pipelines without losses that are broken up at most, where the
 class Copy:
     """The state of a layer, or of a tied group, goes from one node to another."""
 
+    name: str  # of the state
     layers: tuple[int, ...]  # one layer; or the owners of the tied group
     source: NodeId
     destination: NodeId
@@ -64,6 +65,7 @@ class Reconfiguration:
 class State:
     """Something that is copied as a whole."""
 
+    name: str
     layers: tuple[int, ...]
     num_bytes: int
 
@@ -127,7 +129,7 @@ def copies_of(plan: Plan, held: Mapping[NodeId, frozenset[int]], states: Sequenc
     holders_of = _nodes_by_layer(held)
     needed_by = _nodes_by_layer(_layers_of(plan))
     sent_bytes = dict.fromkeys(held, 0)
-    for state in sorted(states, key=lambda state: (-state.num_bytes, state.layers)):
+    for state in sorted(states, key=lambda state: (-state.num_bytes, state.layers, state.name)):
         holders = {node for layer in state.layers for node in holders_of[layer]}
         lacking = {node for layer in state.layers for node in needed_by[layer]} - holders
         queue = [(sent_bytes[node], node) for node in holders]
@@ -136,7 +138,15 @@ def copies_of(plan: Plan, held: Mapping[NodeId, frozenset[int]], states: Sequenc
             source = queue[0][1]
             sent_bytes[source] += state.num_bytes
             heapq.heapreplace(queue, (sent_bytes[source], source))
-            copies.append(Copy(layers=state.layers, source=source, destination=node, num_bytes=state.num_bytes))
+            copies.append(
+                Copy(
+                    name=state.name,
+                    layers=state.layers,
+                    source=source,
+                    destination=node,
+                    num_bytes=state.num_bytes,
+                )
+            )
     return tuple(copies)
 
 
@@ -150,8 +160,13 @@ def _nodes_by_layer(layers_of: Mapping[NodeId, frozenset[int]]) -> defaultdict[i
 
 def states_of(profile: Profile) -> tuple[State, ...]:
     """Return what is copied as a whole: the own state of each layer, and each tied group."""
-    own = [State(layers=(number,), num_bytes=layer.state.copied_bytes) for number, layer in enumerate(profile.layers)]
-    tied = [State(layers=group.layers, num_bytes=group.state.copied_bytes) for group in profile.tied_groups]
+    own = [
+        State(name=f"layer-{number:03d}", layers=(number,), num_bytes=layer.state.copied_bytes)
+        for number, layer in enumerate(profile.layers)
+    ]
+    tied = [
+        State(name=group.name, layers=group.layers, num_bytes=group.state.copied_bytes) for group in profile.tied_groups
+    ]
     return (*own, *tied)
 
 
