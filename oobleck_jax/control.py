@@ -65,7 +65,7 @@ class SocketControl:
                     self._deliver(decode_to_node(line))
         except OSError:
             pass
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             reason = f"the agent sent something that is no message: {error}"
         self._deliver(Stop(reason=reason))
 

@@ -10,6 +10,7 @@ OobleckError
   Abandoned                   a wait ended because its generation or run is over (internal)
   PeerLost                    a wait ended because a node that it depended on is gone (internal)
   Stalled                     a wait went on longer than its limit (internal)
+  StateDamaged                a layer state arrived with other bits than it was sent with (internal)
 """
 
 
@@ -91,3 +92,17 @@ class Stalled(OobleckError):
         self.what = what
         self.waited_s = waited_s
         self.node = node
+
+
+class StateDamaged(OobleckError):
+    """A state arrived with other bits than it was sent with.
+
+    Attributes:
+        node: who sent it.
+        group: what it belongs to.
+    """
+
+    def __init__(self, *, node: int, group: str) -> None:
+        super().__init__(f"the state of {group} from node {node} arrived damaged: its checksum differs")
+        self.node = node
+        self.group = group

@@ -11,9 +11,11 @@ from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId, Plan, Stage, check_plan
-from oobleck_jax.planning.planner import best_plan
+from oobleck_jax.planning.planner import plan_from, templates_for
 from oobleck_jax.planning.profile import Profile
+from oobleck_jax.planning.reconfigure import reconfigure
 from oobleck_jax.planning.schedule import StageCost, one_f_one_b, render_grid
+from oobleck_jax.planning.templates import Templates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,19 +66,31 @@ class Proposer:
         """
         if self.given is not None and set(self.given.nodes) <= set(nodes):
             return Proposal(plan=self.given, reason="given by --plan")
-        return self._planned(nodes)
+        return self._replanned(nodes, holdings) if any(holdings.values()) else self._planned(nodes)
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
-        config = self.config
-        planning = best_plan(
-            self.profile,
+        planning = plan_from(self._templates(len(nodes)), nodes=nodes, fault_tolerance=self.config.fault_tolerance)
+        return Proposal(plan=planning.plan, reason=planning.reason)
+
+    def _replanned(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+        reconfiguration = reconfigure(
+            self._templates(len(nodes)),
             nodes=nodes,
-            devices_per_node=config.devices_per_node,
-            fault_tolerance=config.fault_tolerance,
-            num_microbatches=config.num_microbatches,
+            holdings=holdings,
+            fault_tolerance=self.config.fault_tolerance,
+        )
+        planning = reconfiguration.planning
+        moved = f"{len(reconfiguration.copies)} layer states ({reconfiguration.num_bytes / 1e6:.1f} MB) to copy"
+        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}")
+
+    def _templates(self, num_nodes: int) -> Templates:
+        return templates_for(
+            self.profile,
+            num_nodes=num_nodes,
+            devices_per_node=self.config.devices_per_node,
+            num_microbatches=self.config.num_microbatches,
             device_memory_bytes=self.device_memory_bytes,
         )
-        return Proposal(plan=planning.plan, reason=planning.reason)
 
     def _check_given(self, plan: Plan, nodes: tuple[NodeId, ...]) -> Proposal:
         check_plan(

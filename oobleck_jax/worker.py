@@ -39,7 +39,7 @@ from oobleck_jax.elastic.messages import (
     Welcome,
     WorkerReady,
 )
-from oobleck_jax.errors import Abandoned, PeerLost, Stalled
+from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.fabric import Fabric, GlooFabric
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.link import TransferLink
@@ -73,7 +73,11 @@ class Worker:
 
     def serve(self) -> str:
         """Do what the messages say until `Stop`; return its reason."""
+        is_abandoned = False
         while True:
+            if is_abandoned:  # not while the exception is handled: its frames hold on to the fabric
+                self._drop_fabric()
+                is_abandoned = False
             message = self._control.receive()
             try:
                 match message:
@@ -88,10 +92,10 @@ class Worker:
                     case _:
                         logger.info("ignored %s: it belongs to no generation at work", message)
             except Abandoned:
-                self._drop_fabric()
+                is_abandoned = True
             except _Stopped as stopped:
                 return str(stopped)
-            except (PeerLost, Stalled) as error:
+            except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
                 generation = self._begin.generation if self._begin else 0
                 self._control.send(failure(self._node, generation, error, blames=_as_node(error.node)))
@@ -140,10 +144,10 @@ class Worker:
         self._control.send(Progress(node=self._node, generation=generation, phase=phase, done=done, total=total))
 
     def _drop_fabric(self) -> None:
+        if self._begin is not None:
+            self._trainer.abandon()  # first, because sums are views of the fabric's memory
         if self._fabric is not None:
             self._fabric.close()
-        if self._begin is not None:
-            self._trainer.abandon()
         self._fabric = self._begin = None
 
     # -- steps

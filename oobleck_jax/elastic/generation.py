@@ -33,14 +33,25 @@ class Generation:
     Attributes:
         number: of the generation.
         plan: what it carries out.
-        members: the nodes that work in it, ascending; the position is the rank in its fabric.
+        members: the nodes that take part, ascending; the position is the rank in its fabric. Those that work, and spare
+            nodes that have the state of layers, which others may need.
         step: the step in progress.
     """
 
-    def __init__(self, number: int, plan: Plan, *, first_step: int, evaluation_step: int | None, now_s: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        *,
+        holdings: Mapping[NodeId, tuple[int, ...]],
+        first_step: int,
+        evaluation_step: int | None,
+        now_s: float,
+    ) -> None:
         self.number = number
         self.plan = plan
-        self.members = tuple(sorted(node for pipeline in plan.pipelines for node in pipeline.nodes))
+        holders = [node for node in plan.spare_nodes if holdings.get(node)]
+        self.members = tuple(sorted([*(node for pipeline in plan.pipelines for node in pipeline.nodes), *holders]))
         self.step = first_step
         self._began_s = now_s
         self._prepared: dict[NodeId, messages.Prepared] = {}

@@ -240,7 +240,9 @@ class Membership:
     def _preparing(self, node: Node, message: messages.Progress | messages.Prepared) -> None:
         if message.generation != self.generation or node.state is not NodeState.PREPARING:
             return self._ignore(f"node {node.node}: {_kind(message)} of generation {message.generation}, which is over")
-        node.since_s = self._now_s
+        # While one goes on, those that wait for it are well, too.
+        for member in self._members():
+            member.since_s = self._now_s
         if isinstance(message, messages.Progress):
             return self._write(
                 events.Advanced(
@@ -303,6 +305,7 @@ class Membership:
         self._current = Generation(
             self.generation + 1,
             proposal.plan,
+            holdings=self._holdings,
             first_step=self.step,
             evaluation_step=self._current.evaluation_step if self._current else None,
             now_s=self._now_s,

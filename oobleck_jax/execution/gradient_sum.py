@@ -51,7 +51,7 @@ def sum_gradients(
     for bucket in mine:
         parts = [gradients[name] for name in bucket.groups]
         vector = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if len(bucket.holders) == 1:
+        if len(bucket.holders) == 1 or not vector.size:
             pending.append((bucket, vector, None))
         else:
             assert fabric is not None, "a bucket with several holders needs a fabric"

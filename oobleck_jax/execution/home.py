@@ -103,15 +103,8 @@ class StageDevices:
     activations and tokens over the batch. With one device nothing is sharded.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], *, shared_cache: Path | None = None) -> None:
-        """Take the devices.
-
-        Args:
-            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
-                that need the same program at the same time, one compiles it and the others read it.
-        """
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
         self.devices = tuple(devices)
-        self._shared_cache = shared_cache
         self._mesh = Mesh(np.array(self.devices), ("shard",)) if len(self.devices) > 1 else None
 
     @property

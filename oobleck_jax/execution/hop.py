@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from oobleck_jax.errors import PeerLost
 from oobleck_jax.execution.home import StageDevices
 from oobleck_jax.execution.layout import Neighbour
 from oobleck_jax.execution.link import Link, LinkKey, Payload, Pull
@@ -69,7 +70,10 @@ class LinkHop:
             return
         key = LinkKey(generation=self._generation, step=step, payload=payload, consumer=self._stage_index, item=item)
         specs = _shard_specs(self._received[payload], self._neighbour.num_devices, self._devices)
-        self._pulls[payload, step, item] = self._link.pull(self._address, key, specs)
+        try:
+            self._pulls[payload, step, item] = self._link.pull(self._address, key, specs)
+        except PeerLost as lost:
+            raise PeerLost(str(lost), what=lost.what, node=self._neighbour.node) from lost
 
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         pull = self._pulls[payload, step, item]

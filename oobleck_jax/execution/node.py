@@ -30,10 +30,11 @@ from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.span import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
-from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of, copies_of
+from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.reconfigure import State, copies_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,8 @@ class NodeTrainer:
     ) -> None:
         self.home = home
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
-        self._functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+        by_kind = {layer.kind: layer for layer in model.layers}
+        self._functions = {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
         self._library = SpanLibrary(self.home, self._functions)
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
@@ -156,13 +158,22 @@ class NodeTrainer:
         self._link.settle()
 
     def abandon(self) -> None:
-        """Drop the generation: its offers, and what was prepared but not started."""
+        """Drop the generation: its offers, its unfinished step, and what was prepared but not started."""
         self._link.drain()
         self._executor = None
         self._sums = {}
+        self._stages = self._held
+        for stage in self._held.values():
+            stage.forget_step()
 
     def _transfer(self, generation: Generation) -> StateTransfer:
-        copies = copies_of(self._groups, generation.plan, generation.holdings, self._builder.sizes)
+        states = [
+            State(name=group.name, layers=group.layers, num_bytes=self._builder.sizes[group.name])
+            for group in self._groups
+            if self._builder.sizes[group.name]
+        ]
+        held = {node: frozenset(layers) for node, layers in generation.holdings.items()}
+        copies = copies_of(generation.plan, held, states)
         return StateTransfer(
             copies,
             node=generation.node,
@@ -196,7 +207,7 @@ class NodeTrainer:
         return tuple(
             (self._ranks(bucket), sum(self._builder.sizes[name] for name in bucket.groups))
             for bucket in self._buckets
-            if len(bucket.holders) > 1
+            if len(bucket.holders) > 1 and any(self._builder.sizes[name] for name in bucket.groups)
         )
 
     # -- a step

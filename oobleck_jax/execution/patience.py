@@ -36,15 +36,16 @@ class Patience:
             Stalled: `limit_s` went by.
             PeerLost: the other side is gone.
         """
+        only = nodes[0] if len(nodes) == 1 else None  # of several, nobody knows which one it was
         deadline_s = time.monotonic() + self.limit_s
         while True:
             remaining_s = deadline_s - time.monotonic()
             try:
                 return wait(min(self.notice_s, max(remaining_s, 0.001)), self.abandoned)
             except PeerLost as lost:
-                raise PeerLost(str(lost), what=lost.what, node=nodes[0]) from lost
+                raise PeerLost(str(lost), what=lost.what, node=only) from lost
             except Stalled as stalled:
                 if remaining_s <= self.notice_s:
-                    raise Stalled(str(stalled), what=stalled.what, waited_s=self.limit_s, node=nodes[0]) from stalled
+                    raise Stalled(str(stalled), what=stalled.what, waited_s=self.limit_s, node=only) from stalled
                 for node in nodes:
                     self.on_waiting(node)

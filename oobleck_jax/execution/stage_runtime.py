@@ -87,8 +87,10 @@ class StageRuntime:
 
     @property
     def run_names(self) -> tuple[tuple[str, ...], ...]:
-        """The runs of parameter groups of this stage: own groups of each span, then each tied group."""
-        own = [tuple(own_group(layer) for layer in layer_span.layers) for layer_span, _ in self._spans]
+        """The runs of parameter groups of this stage: own groups of each span, if they have any, then tied groups."""
+        own = [
+            _own_groups(layer_span) for layer_span, span in self._spans if jax.tree.leaves(span.functions.own_shapes)
+        ]
         tied = [(name,) for layer_span, _ in self._spans for name in self._tied_names(layer_span).values()]
         return tuple(dict.fromkeys(own + tied))
 
@@ -126,9 +128,14 @@ class StageRuntime:
     # -- a step
 
     def begin_step(self) -> None:
-        """Empty the gradient sums and forget microbatches of an abandoned step."""
-        self._saved.clear()
+        """Empty the gradient sums."""
+        self.forget_step()
         self._accumulators = [span.zeros() for _, span in self._spans]
+
+    def forget_step(self) -> None:
+        """Drop what an unfinished step has left."""
+        self._saved.clear()
+        self._accumulators = []
 
     def forward(self, microbatch: int, x: jax.Array, randomness: Any) -> jax.Array:
         """Run a microbatch forward; not for the last stage, whose forward is part of `loss_and_backward`."""
@@ -225,11 +232,17 @@ class StageRuntime:
 
     def _params(self, number: int) -> SpanParams:
         layer_span, _ = self._spans[number]
-        own = self._runs[tuple(own_group(layer) for layer in layer_span.layers)].params
-        return own, {attribute: self._runs[(name,)].params for attribute, name in self._tied_names(layer_span).items()}
+        run = self._runs.get(_own_groups(layer_span))
+        return run.params if run else {}, {
+            attribute: self._runs[(name,)].params for attribute, name in self._tied_names(layer_span).items()
+        }
 
     def _tied_names(self, layer_span: LayerSpan) -> dict[str, str]:
         return dict(self._model.layers[layer_span.first_layer].tied)
 
     def _put(self, value: Any) -> jax.Array:
         return jax.device_put(jnp.asarray(value), self.devices.replicated)
+
+
+def _own_groups(layer_span: LayerSpan) -> tuple[str, ...]:
+    return tuple(own_group(layer) for layer in layer_span.layers)

@@ -54,6 +54,7 @@ class StateBuilder:
         home: Home,
     ) -> None:
         self._model, self._functions, self._optimizer, self._home = model, functions, optimizer, home
+        self._state_shapes: dict[tuple[str, str | None], GroupState] = {}
         self._updates: dict[Hashable, jax.stages.Compiled] = {}
         self._groups = {group.name: group for group in groups}
         self.sizes = {group.name: num_elements(self.shapes(group.name)) for group in groups}
@@ -82,7 +83,13 @@ class StateBuilder:
 
     def state_shapes(self, name: str) -> GroupState:
         """Return what the state of a group looks like, as `jax.ShapeDtypeStruct`s."""
-        params = self.shapes(name)
+        group = self._groups[name]
+        kind = (self._model.layers[group.layers[0]].kind, group.attribute)
+        if kind not in self._state_shapes:
+            self._state_shapes[kind] = self._shapes_of_state(self.shapes(name))
+        return self._state_shapes[kind]
+
+    def _shapes_of_state(self, params: Params) -> GroupState:
         stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype), params)
         state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), stacked)
         return GroupState(

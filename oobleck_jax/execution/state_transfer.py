@@ -1,72 +1,24 @@
 """How the states of groups come to the nodes that need them, from the memory of nodes that have them.
 
-Who sends what is derived from (plan, holdings) alone, so nobody asks: sources offer, destinations pull, by key.
-Parameters and optimizer state travel together, with a checksum that the destination verifies.
+Who sends what is `planning.reconfigure.copies_of`, a function of (plan, holdings) alone, so nobody asks: sources offer,
+destinations pull, by key. Parameters and optimizer state travel together, with a checksum that the destination checks.
 
 Source: Oobleck (SOSP '23), section 5.2; with optimizer state, and with the load balanced over the sources.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from oobleck_jax.errors import OobleckError
-from oobleck_jax.execution.layout import Group
+from oobleck_jax.errors import PeerLost, StateDamaged
 from oobleck_jax.execution.link import Link, LinkKey, Payload, Pull
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.state import GroupState
-from oobleck_jax.planning.plan import NodeId, Plan
-
-
-class StateDamaged(OobleckError):
-    """A state arrived with other bits than it was sent with.
-
-    Attributes:
-        node: who sent it.
-        group: what it belongs to.
-    """
-
-    def __init__(self, *, node: NodeId, group: str) -> None:
-        super().__init__(f"the state of {group} from node {node} arrived damaged: its checksum differs")
-        self.node = node
-        self.group = group
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateCopy:
-    """One group's state goes from one node to another."""
-
-    group: str
-    source: NodeId
-    destination: NodeId
-
-
-def copies_of(
-    groups: Sequence[Group], plan: Plan, holdings: Mapping[NodeId, Sequence[int]], sizes: Mapping[str, int]
-) -> tuple[StateCopy, ...]:
-    """Return the copies that bring every group to all nodes that need it and lack it (property P8).
-
-    Groups that nobody holds are left out: they can only be made anew. Largest groups first, each from the holder that
-    has to send least so far.
-
-    Args:
-        holdings: layers whose state each live node has.
-        sizes: size of each group, in any unit.
-    """
-    copies: list[StateCopy] = []
-    sent = dict.fromkeys(holdings, 0)
-    for group in sorted(groups, key=lambda group: (-sizes[group.name], group.name)):
-        holders = {node for node, layers in holdings.items() if not set(group.layers).isdisjoint(layers)}
-        needed_by = {node for layer in group.layers for node in plan.holders_of(layer)}
-        for destination in sorted(needed_by - holders) if holders else ():
-            source = min(holders, key=lambda node: (sent[node], node))
-            sent[source] += sizes[group.name]
-            copies.append(StateCopy(group=group.name, source=source, destination=destination))
-    return tuple(copies)
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.reconfigure import Copy
 
 
 class StateTransfer:
@@ -74,7 +26,7 @@ class StateTransfer:
 
     def __init__(
         self,
-        copies: Sequence[StateCopy],
+        copies: Sequence[Copy],
         *,
         node: NodeId,
         generation: int,
@@ -91,18 +43,18 @@ class StateTransfer:
     @property
     def outgoing(self) -> tuple[str, ...]:
         """Groups that this node sends, each once for every destination."""
-        return tuple(copy.group for copy in self._copies if copy.source == self._node)
+        return tuple(copy.name for copy in self._copies if copy.source == self._node)
 
     @property
     def incoming(self) -> tuple[str, ...]:
         """Groups that this node gets."""
-        return tuple(copy.group for copy in self._copies if copy.destination == self._node)
+        return tuple(copy.name for copy in self._copies if copy.destination == self._node)
 
     def offer(self, states: Mapping[str, GroupState]) -> None:
         """Let the destinations have what this node sends. Returns at once."""
         for number, copy in enumerate(self._copies):
             if copy.source == self._node:
-                leaves = jax.tree.leaves(states[copy.group])
+                leaves = jax.tree.leaves(states[copy.name])
                 arrays = [*leaves, _checksum(leaves)]
                 self._link.offer(self._key(number, copy), [jax.device_put(array, self._device) for array in arrays])
 
@@ -116,23 +68,27 @@ class StateTransfer:
             Abandoned, PeerLost, Stalled: as `Patience.wait`.
             StateDamaged: a checksum differs.
         """
-        pulls: list[tuple[StateCopy, Pull]] = []
+        pulls: list[tuple[Copy, Pull]] = []
         for number, copy in enumerate(self._copies):
             if copy.destination == self._node:
                 specs = [
                     jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(self._device))
-                    for leaf in [*jax.tree.leaves(shapes[copy.group]), _checksum([])]
+                    for leaf in [*jax.tree.leaves(shapes[copy.name]), _checksum([])]
                 ]
-                pulls.append((copy, self._link.pull(self._addresses[copy.source], self._key(number, copy), specs)))
+                try:
+                    pull = self._link.pull(self._addresses[copy.source], self._key(number, copy), specs)
+                except PeerLost as lost:
+                    raise PeerLost(str(lost), what=lost.what, node=copy.source) from lost
+                pulls.append((copy, pull))
         states: dict[str, GroupState] = {}
         for copy, pull in pulls:
             *leaves, checksum = [np.asarray(array) for array in patience.wait(pull.wait, (copy.source,))]
             if not np.array_equal(_checksum(leaves), checksum):
-                raise StateDamaged(node=copy.source, group=copy.group)
-            states[copy.group] = jax.tree.unflatten(jax.tree.structure(shapes[copy.group]), leaves)
+                raise StateDamaged(node=copy.source, group=copy.name)
+            states[copy.name] = jax.tree.unflatten(jax.tree.structure(shapes[copy.name]), leaves)
         return states
 
-    def _key(self, number: int, copy: StateCopy) -> LinkKey:
+    def _key(self, number: int, copy: Copy) -> LinkKey:
         return LinkKey(
             generation=self._generation,
             step=self._step,

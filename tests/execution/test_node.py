@@ -1,13 +1,14 @@
 """The trainer's mathematics: gradients of any plan against `jax.grad` of the whole model (T1), equal holders (T3)."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.presets import load_preset
 from oobleck_jax.config import Remat, RunConfig
@@ -15,6 +16,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.layer_functions import LayerFunctions, keys_of
 from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.state import StateBuilder
+from oobleck_jax.model import Layer, LayeredModel
 from tests.execution.thread_cluster import flat, plan_of, run_cluster, run_generations, shared_home
 
 
@@ -150,6 +152,52 @@ def test_gradients_of_another_model_equal_single_device_T1():
     plan = plan_of(([1, num_layers - 1], num_microbatches - 1), ([num_layers], 1))
     gradients = merged(run_cluster(config, plan, steps=1).gradients)
     assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bare:
+    """A model with a layer that has no parameters, and a head that has only tied ones."""
+
+    num_layers: int = 4
+    vocab_size: int = 256
+    max_sequence_length: int = 16
+
+    def build(self) -> LayeredModel:
+        class Embedding(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs) -> None:
+                self.wte = nnx.Param(0.1 * jax.random.normal(rngs.params(), (256, 8)))
+
+            def __call__(self, x, keys):
+                return self.wte[...][x]
+
+        class Sine(nnx.Module):
+            def __call__(self, x, keys):
+                return x + jnp.sin(3 * x)
+
+        class Head(Embedding):
+            def loss(self, x, targets_BT, keys):
+                logits = jax.nn.log_softmax(x @ self.wte[...].T)
+                return -jnp.take_along_axis(logits, targets_BT[..., None], -1).sum()
+
+        tied = (("wte", "wte"),)
+        return LayeredModel(
+            layers=(
+                Layer(kind="embedding", create=Embedding, tied=tied),
+                *(Layer(kind="sine", create=lambda rngs: Sine()) for _ in range(2)),
+                Layer(kind="head", create=Head, tied=tied),
+            ),
+            vocab_size=256,
+            max_sequence_length=16,
+        )
+
+
+def test_layers_without_own_parameters_T1():
+    config = replace(config_of(), model=Bare())
+    plan = plan_of(([2, 2], 4), ([4], 4))
+    gradients = merged(run_cluster(config, plan, steps=2).gradients)
+    assert gradients["layer-001"].size == gradients["layer-003"].size == 0
+    assert np.isfinite(gradients["wte"]).all()
+    assert gradients["wte"].any()
 
 
 def test_gradients_equal_with_several_devices_a_node_T1():

@@ -12,6 +12,7 @@ import numpy as np
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
+from oobleck_jax.errors import Abandoned
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.in_process import InProcessHub, InProcessSums
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
@@ -78,8 +79,9 @@ def run_generations(
     cluster = _Cluster(config, plans)
     with ThreadPoolExecutor(len(cluster.nodes)) as pool:
         futures = [pool.submit(cluster.run_node, node, evaluate, wasted_step) for node in cluster.nodes]
-        for future in futures:
-            future.result(timeout=10 * LIMIT_S)
+        errors = [error for future in futures if (error := future.exception(timeout=10 * LIMIT_S))]
+    for error in sorted(errors, key=lambda error: isinstance(error, Abandoned | threading.BrokenBarrierError)):
+        raise error  # the first cause, not what the others made of it
     last = plans[-1][0].nodes
     return ClusterRun(
         losses=tuple(cluster.losses),
