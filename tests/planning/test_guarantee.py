@@ -8,17 +8,21 @@ from oobleck_jax.errors import NotEnoughNodes
 from oobleck_jax.planning.guarantee import template_bounds, uses_all_nodes
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.planner import plan_from
+from oobleck_jax.planning.profile import Rate
 from oobleck_jax.planning.reconfigure import reconfigure
 from oobleck_jax.planning.templates import Templates, make_templates
-from tests.planning.profiles import uniform_profile
+from tests.planning.profiles import UNIT_S, uniform_profile
 
 
 NUM_MICROBATCHES = 12
 
 
 def templates_with(smallest: int) -> Templates:
-    """Return templates of a model whose smallest pipeline has so many nodes: each holds two of its layers."""
-    profile = uniform_profile(2 * smallest, state_bytes=1)
+    """Return templates of a model whose smallest pipeline has so many nodes: each holds two of its layers.
+
+    Sums are so slow that without the guarantee one pipeline would be best.
+    """
+    profile = uniform_profile(2 * smallest, state_bytes=1, sum=Rate(bytes_per_s=0.02 / UNIT_S, latency_s=0.0))
     return make_templates(
         profile, max_nodes=30, devices_per_node=1, num_microbatches=NUM_MICROBATCHES, device_memory_bytes=8
     )

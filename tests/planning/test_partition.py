@@ -88,7 +88,7 @@ def test_two_devices_per_node_equal_brute_force(profile: Profile, num_microbatch
 
 
 @given(profiles(max_layers=6, num_counts=3), st.integers(1, 12), st.integers(5, 100), st.sampled_from([3, 4, 5]))
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_many_devices_per_node_equal_brute_force(
     profile: Profile, num_microbatches: int, memory: int, devices: int
 ) -> None:
