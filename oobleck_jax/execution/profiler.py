@@ -243,10 +243,12 @@ def _span(
     num_layers: int | None = None,
 ) -> Span:
     members = [layer for layer in model.layers if layer.kind == kind]
+    is_last = members[0] is model.layers[-1]
+    is_scanned = not members[0].tied and not is_last and members[0] is not model.layers[0]
     key = SpanKey(
         kind=kind,
-        num_layers=min(len(members), num_layers or _NUM_SCANNED),
-        is_last=members[-1] is model.layers[-1],
+        num_layers=min(len(members), num_layers or _NUM_SCANNED) if is_scanned else 1,
+        is_last=is_last,
         x_shape=x_spec.shape,
         x_dtype=str(x_spec.dtype),
         targets_shape=(config.microbatch_size, config.sequence_length),
