@@ -10,7 +10,7 @@ RUN_DIR ?= runs/train
 .PHONY: train test format clean
 
 train: $(VENV)/.installed
-	$(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --fault-tolerance 1 --steps 60 \
+	$(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --fault-tolerance 1 --steps 68 --global-batch-size 16 \
 		--plan "0-5,5-10 | 0-3,3-7,7-10" --run-dir $(RUN_DIR)
 
 test: $(VENV)/.installed-dev
