@@ -20,8 +20,8 @@ from oobleck_jax.execution.layer_functions import LayerFunctions, num_elements
 from oobleck_jax.execution.layout import groups_of
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.estimate import DeviceRates
-from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
+from oobleck_jax.planning.estimate import DeviceRates, adamw_state
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
 
 _NUM_SCANNED = 2  # layers of a kind that are timed together, as a stage scans them
@@ -293,7 +293,7 @@ def _profile(
             LayerProfile(
                 kind=layer.kind,
                 costs=costs[layer.kind],
-                state=_state_bytes(num_elements(functions[layer.kind].own_shapes)),
+                state=adamw_state(num_elements(functions[layer.kind].own_shapes)),
                 output_bytes=outputs[layer.kind],
             )
             for layer in model.layers
@@ -302,7 +302,7 @@ def _profile(
             TiedGroup(
                 name=group.name,
                 layers=group.layers,
-                state=_state_bytes(
+                state=adamw_state(
                     num_elements(functions[model.layers[group.layers[0]].kind].tied_shapes[group.attribute or ""])
                 ),
             )
@@ -310,11 +310,4 @@ def _profile(
         ),
         link=link,
         sum=sum_rate,
-    )
-
-
-def _state_bytes(num_parameters: int) -> StateBytes:
-    """Return the bytes of float32 parameters, gradient sums and AdamW's two moments."""
-    return StateBytes(
-        parameter_bytes=4 * num_parameters, gradient_bytes=4 * num_parameters, optimizer_bytes=8 * num_parameters
     )

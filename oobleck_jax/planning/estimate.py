@@ -113,7 +113,9 @@ def estimate_profile(
     counts = [1 << power for power in range(devices_per_node.bit_length())]
     owners = tuple(number for number, size in enumerate(sizes) if size.num_tied_parameters)
     tied = (
-        (TiedGroup(name="tied", layers=owners, state=_state(sizes[owners[0]].num_tied_parameters)),) if owners else ()
+        (TiedGroup(name="tied", layers=owners, state=adamw_state(sizes[owners[0]].num_tied_parameters)),)
+        if owners
+        else ()
     )
     return Profile(
         device=rates.name,
@@ -150,12 +152,13 @@ def _layer(
     return LayerProfile(
         kind=size.kind,
         costs=tuple(cost(count) for count in counts),
-        state=_state(size.num_parameters),
+        state=adamw_state(size.num_parameters),
         output_bytes=size.num_outputs * microbatch_size * width_bytes,
     )
 
 
-def _state(num_parameters: int) -> StateBytes:
+def adamw_state(num_parameters: int) -> StateBytes:
+    """Return the bytes of float32 parameters, gradient sums and AdamW's two moments."""
     return StateBytes(
         parameter_bytes=4 * num_parameters, gradient_bytes=4 * num_parameters, optimizer_bytes=8 * num_parameters
     )
