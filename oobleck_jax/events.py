@@ -133,6 +133,54 @@ class Abandoned(_Base, frozen=True, kw_only=True):
     reason: str
 
 
+class Leaving(_Base, frozen=True, kw_only=True):
+    """A node was asked to leave, and does so after the step in progress."""
+
+    node: NodeId
+    reason: str
+
+
+class Respawned(_Base, frozen=True, kw_only=True):
+    """The worker of a node is replaced by a new incarnation."""
+
+    node: NodeId
+    incarnation: int
+    delay_s: float  # waited first: grows with each failure
+    reason: str
+
+
+class Resumed(_Base, frozen=True, kw_only=True):
+    """A coordinator took over the run of one that had died."""
+
+    generation: int  # the last one
+    step: int  # the next one
+    nodes: tuple[NodeId, ...]  # whose workers are expected to have lived on
+
+
+class CompiledAhead(_Base, frozen=True, kw_only=True):
+    """A node went on with the programs that later plans may need. Shown, not written, until it is done."""
+
+    node: NodeId
+    done: int
+    total: int
+
+
+class Incident(_Base, frozen=True, kw_only=True):
+    """What a change of membership cost, from the first notice to the first commit after it. One for each incident."""
+
+    kind: str  # loss, join, leave, coordinator
+    cause: str  # the first cause, a sentence
+    nodes: tuple[NodeId, ...]  # that were lost, came, or left
+    collateral: tuple[NodeId, ...]  # that were lost as a consequence
+    generation: int  # that ended the incident
+    num_generations: int  # that it took: more than one if nodes were lost while it recovered
+    step: int  # done again, or the first one after the change
+    seconds: dict[str, float]  # plan, compile, copy, fabric (of the slowest node), first_step, total
+    received_bytes: int  # layer states, over all nodes
+    num_redone_microbatches: int  # at most: those of the abandoned step that were in progress
+    num_compilations: int  # programs that were not ready, over all nodes
+
+
 class Left(_Base, frozen=True, kw_only=True):
     """The worker of a node ended."""
 
@@ -164,6 +212,11 @@ Record: TypeAlias = (
     | Evaluated
     | Failed
     | Abandoned
+    | Leaving
+    | Respawned
+    | Resumed
+    | CompiledAhead
+    | Incident
     | Left
     | Finished
 )
@@ -196,6 +249,8 @@ class RunFiles:
         """Write a record to the file it belongs to."""
         match record:
             case Advanced():
+                return
+            case CompiledAhead() if record.done < record.total:
                 return
             case Committed():
                 file = self._journal

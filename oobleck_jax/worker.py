@@ -272,7 +272,6 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
             link_address=link.address,
             num_devices=len(devices),
             device_kind=devices[0].device_kind,
-            peak_memory_bytes=0,
         )
     )
 

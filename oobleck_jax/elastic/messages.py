@@ -17,13 +17,17 @@ A run is a sequence of generations. In each, in this order:
     coordinator: Commit(generation, step)             the step counts; the worker updates and begins the next
     worker:      Evaluated(generation, step)          after a commit that an evaluation follows, from last stages
     coordinator: Abandon(generation) | Stop
+
+When a worker is lost but its agent lives, the coordinator sends `Respawn`, and the new incarnation says `WorkerReady`.
+When the coordinator is lost, the agents keep their workers and join its successor with `Join.worker` and `Join.held`. A node that is to leave
+(SIGTERM) says `Leaving` and gets its `Stop` once the others do without it.
 """
 
 from typing import TypeAlias
 
 import msgspec
 
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,6 +35,24 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 # ------------------------------------------------------------------------------------------- to the coordinator
+
+
+class WorkerReady(Message, frozen=True, kw_only=True):
+    """A worker has its home runtime and waits for a generation."""
+
+    node: NodeId
+    incarnation: int
+    link_address: str  # host:port of its link
+    num_devices: int
+    device_kind: str
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """The state that a worker has."""
+
+    generation: int  # the last one that ran
+    step: int  # the last step that was applied; -1: none
+    layers: tuple[int, ...]
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -42,6 +64,10 @@ class Join(Message, frozen=True, kw_only=True):
     versions: dict[str, str]  # of python, jax, jaxlib and this package; must equal the coordinator's
     node: NodeId | None = None  # the id it had before, when it comes back
     config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
+    worker: WorkerReady | None = (
+        None  # it lives since before: the agent lost its coordinator and looks for the successor
+    )
+    held: Held | None = None  # what that worker has, counting the commits that were passed on to it
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -49,6 +75,13 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     node: NodeId
     is_worker_stopped: bool = False  # a signal (SIGSTOP) has stopped its worker
+
+
+class Leaving(Message, frozen=True, kw_only=True):
+    """A node has been asked to leave (SIGTERM): plan without it from the next step on, and send it a Stop."""
+
+    node: NodeId
+    reason: str
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):
@@ -62,23 +95,21 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     agent_peak_memory_bytes: int = 0  # resident, of the agent itself
 
 
-class WorkerReady(Message, frozen=True, kw_only=True):
-    """A worker has its home runtime and waits for a generation."""
-
-    node: NodeId
-    incarnation: int
-    link_address: str  # host:port of its link
-    num_devices: int
-    device_kind: str
-    peak_memory_bytes: int  # so far
-
-
 class Progress(Message, frozen=True, kw_only=True):
     """A worker tells how far a long preparation is."""
 
     node: NodeId
     generation: int
     phase: str  # such as "compile"
+    done: int
+    total: int
+
+
+class CompiledAhead(Message, frozen=True, kw_only=True):
+    """How far a worker is with the programs that plans after a loss may need; it trains meanwhile."""
+
+    node: NodeId
+    generation: int
     done: int
     total: int
 
@@ -90,6 +121,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     generation: int
     num_compilations: int  # since the process began
     seconds: dict[str, float]  # per phase of the preparation
+    num_new_compilations: int = 0  # of this preparation: programs that were not ready
+    received_bytes: int = 0  # of layer states, from other nodes
 
 
 class Waiting(Message, frozen=True, kw_only=True):
@@ -151,7 +184,18 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 ToCoordinator: TypeAlias = (
-    Join | Heartbeat | WorkerExited | WorkerReady | Progress | Prepared | Waiting | Vote | Evaluated | Failed
+    Join
+    | Heartbeat
+    | Leaving
+    | WorkerExited
+    | WorkerReady
+    | Progress
+    | CompiledAhead
+    | Prepared
+    | Waiting
+    | Vote
+    | Evaluated
+    | Failed
 )
 
 
@@ -165,6 +209,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     config_json: str  # preset reference and all its fields, from config_to_json
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
+    faults: tuple[str, ...] = ()  # what is to go wrong with this worker on purpose (faults.py)
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -190,6 +235,7 @@ class Begin(Message, frozen=True, kw_only=True):
     members: tuple[Member, ...]  # ascending by node; the position is the rank in the fabric
     fabric_address: str  # of this generation's coordination service, host:port
     step: int  # first step to run; parameters are those after step - 1
+    ahead: tuple[Stage, ...] = ()  # stages that later plans may need: compile them while training, in this order
     evaluate_first: bool = False  # the evaluation after step - 1 was cut short: do it before the step
 
 
@@ -208,6 +254,14 @@ class Commit(Message, frozen=True, kw_only=True):
     global_norm: float
 
 
+class Respawn(Message, frozen=True, kw_only=True):
+    """To the agent: end the worker if it still runs, wait, and start the next incarnation."""
+
+    incarnation: int  # of the new worker
+    delay_s: float
+    reason: str
+
+
 class Abandon(Message, frozen=True, kw_only=True):
     """The generation is over: drop the step and the fabric, wait for the next Begin."""
 
@@ -222,7 +276,7 @@ class Stop(Message, frozen=True, kw_only=True):
     exit_code: int = 0  # of the whole run
 
 
-ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | Abandon | Stop
+ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | Respawn | Abandon | Stop
 
 
 _encoder = msgspec.json.Encoder()

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.messages import Join
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
 
 
 class OnLoss(StrEnum):
@@ -23,6 +23,7 @@ class Proposal:
 
     plan: Plan
     reason: str
+    ahead: tuple[Stage, ...] = ()  # stages that the plans after it may need, the most likely first
 
 
 # Given the nodes that are ready (ascending), and the layers whose current state each node has: the plan for them, or

@@ -55,7 +55,6 @@ class Worker:
                 link_address="127.0.0.1:1",
                 num_devices=1,
                 device_kind="invented",
-                peak_memory_bytes=1,
             )
         )
         while True:

@@ -192,7 +192,6 @@ def ready(node: NodeId, incarnation: int = 0, num_devices: int = 1) -> messages.
         link_address=f"127.0.0.1:{5000 + node}",
         num_devices=num_devices,
         device_kind="cpu",
-        peak_memory_bytes=1,
     )
 
 
