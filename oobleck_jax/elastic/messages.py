@@ -19,8 +19,8 @@ A run is a sequence of generations. In each, in this order:
     coordinator: Abandon(generation) | Stop
 
 When a worker is lost but its agent lives, the coordinator sends `Respawn`, and the new incarnation says `WorkerReady`.
-When the coordinator is lost, the agents keep their workers and join its successor with `Join.worker` and `Join.held`. A node that is to leave
-(SIGTERM) says `Leaving` and gets its `Stop` once the others do without it.
+When the coordinator is lost, the agents keep their workers and join its successor with `Join.worker` and `Join.held`.
+A node that is to leave (SIGTERM) says `Leaving` and gets its `Stop` once the others do without it.
 """
 
 from typing import TypeAlias
@@ -65,7 +65,7 @@ class Join(Message, frozen=True, kw_only=True):
     node: NodeId | None = None  # the id it had before, when it comes back
     config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
     worker: WorkerReady | None = (
-        None  # it lives since before: the agent lost its coordinator and looks for the successor
+        None  # that has lived on while its agent was without a coordinator
     )
     held: Held | None = None  # what that worker has, counting the commits that were passed on to it
 
