@@ -7,6 +7,7 @@ tied attributes) and the *tied* ones (one subtree for each tied attribute), beca
 Shapes: B microbatch, T sequence, N layers of a span.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -55,6 +56,32 @@ class LayerFunctions:
         state = jax.tree.map(lambda leaf: leaf, self._state)  # replace_by_pure_dict works in place
         nnx.replace_by_pure_dict(state, own | tied)
         return nnx.merge(self._graphdef, state)
+
+
+def input_specs(
+    layers: Sequence[Layer], functions: Mapping[str, LayerFunctions], tokens_BT: jax.ShapeDtypeStruct
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the shape of each layer's input, for one microbatch.
+
+    Args:
+        layers: all of a model, in order.
+        functions: of each kind of layer.
+        tokens_BT: the shape of the first layer's input.
+    """
+    specs = [tokens_BT]
+    known: dict[tuple[str, tuple[int, ...], str], jax.ShapeDtypeStruct] = {}
+    for layer in layers[:-1]:
+        x, called = specs[-1], functions[layer.kind]
+        key = (layer.kind, x.shape, str(x.dtype))
+        if key not in known:
+            known[key] = jax.eval_shape(
+                lambda own, tied, x, called=called: called.module(own, tied)(x, None),
+                called.own_shapes,
+                called.tied_shapes,
+                x,
+            )
+        specs.append(known[key])
+    return specs
 
 
 def keys_of(randomness: Randomness | None, layer: Int[Array, ""]) -> Array | None:

@@ -22,7 +22,7 @@ from oobleck_jax.execution.fabric import Fabric
 from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
-from oobleck_jax.execution.layer_functions import LayerFunctions
+from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
 from oobleck_jax.execution.layout import Bucket, NodeLayout, buckets_of, groups_of, layout_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
@@ -290,7 +290,8 @@ class NodeTrainer:
         return tuple(self._generation.ranks[holder] for holder in bucket.holders)
 
     def _make_stages(self, layout: NodeLayout) -> dict[int, StageRuntime]:
-        shapes = self._activations()
+        tokens_BT = jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)
+        x_specs = input_specs(self._model.layers, self._functions, tokens_BT)
         return {
             local.index: StageRuntime(
                 local,
@@ -299,25 +300,8 @@ class NodeTrainer:
                 library=self._library,
                 builder=self._builder,
                 microbatch=self._microbatch,
-                x_spec=shapes[local.stage.first_layer],
+                x_spec=x_specs[local.stage.first_layer],
                 remat=self._config.remat,
             )
             for local in layout.stages
         }
-
-    def _activations(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the shape of each layer's input, one microbatch."""
-        shapes = [jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)]
-        known: dict[tuple[str, tuple[int, ...], str], jax.ShapeDtypeStruct] = {}
-        for layer in self._model.layers[:-1]:
-            x, functions = shapes[-1], self._functions[layer.kind]
-            key = (layer.kind, x.shape, str(x.dtype))
-            if key not in known:
-                known[key] = jax.eval_shape(
-                    lambda own, tied, x, functions=functions: functions.module(own, tied)(x, None),
-                    functions.own_shapes,
-                    functions.tied_shapes,
-                    x,
-                )
-            shapes.append(known[key])
-        return shapes

@@ -16,7 +16,7 @@ import numpy as np
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.execution.home import Home, StageDevices
-from oobleck_jax.execution.layer_functions import LayerFunctions, num_elements
+from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
 from oobleck_jax.execution.layout import groups_of
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.model import LayeredModel
@@ -216,21 +216,15 @@ def _temporary_bytes(program: jax.stages.Compiled) -> int:
 
 def _inputs(config: RunConfig, model: LayeredModel) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of the input of each kind of layer, one microbatch."""
-    x = jax.ShapeDtypeStruct((config.microbatch_size, config.sequence_length), jnp.int32)
-    found: dict[str, jax.ShapeDtypeStruct] = {}
-    for layer in model.layers:
-        if layer.kind in found:
-            continue
-        found[layer.kind] = x
-        functions = LayerFunctions(layer)
-        if layer is not model.layers[-1]:
-            x = jax.eval_shape(
-                lambda own, tied, x, functions=functions: functions.module(own, tied)(x, None),
-                functions.own_shapes,
-                functions.tied_shapes,
-                x,
-            )
-    return found
+    functions = _functions(model)
+    tokens_BT = jax.ShapeDtypeStruct((config.microbatch_size, config.sequence_length), jnp.int32)
+    specs = input_specs(model.layers, functions, tokens_BT)
+    return {layer.kind: spec for layer, spec in reversed(list(zip(model.layers, specs, strict=True)))}
+
+
+def _functions(model: LayeredModel) -> dict[str, LayerFunctions]:
+    by_kind = {layer.kind: layer for layer in model.layers}
+    return {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
 
 
 def _span(
@@ -281,7 +275,7 @@ def _profile(
     link: Rate,
     sum_rate: Rate,
 ) -> Profile:
-    functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+    functions = _functions(model)
     tied = [group for group in groups_of(model) if group.attribute is not None]
     return Profile(
         device=device,
