@@ -45,6 +45,7 @@ from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
+from oobleck_jax.inject import AtMoment, Moment, WorkerInjector
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -64,8 +65,16 @@ class Worker:
     """Serves one node until the run is over."""
 
     def __init__(
-        self, *, node: NodeId, config: RunConfig, trainer: NodeTrainer, control: Control, connect_fabric: ConnectFabric
+        self,
+        *,
+        node: NodeId,
+        config: RunConfig,
+        trainer: NodeTrainer,
+        control: Control,
+        connect_fabric: ConnectFabric,
+        at_moment: AtMoment = lambda moment, step: None,
     ) -> None:
+        self._at_moment = at_moment
         self._node, self._config, self._trainer, self._control = node, config, trainer, control
         self._connect_fabric = connect_fabric
         self._fabric: Fabric | None = None
@@ -111,6 +120,8 @@ class Worker:
         self._drop_fabric()
         _pin(next(member.cores for member in begin.members if member.node == self._node))
         self._begin = begin
+        if begin.generation > 1:
+            self._at_moment(Moment.RECOVERY, begin.step)
         ranks = {member.node: rank for rank, member in enumerate(begin.members)}
         generation = Generation(
             number=begin.generation,
@@ -160,7 +171,10 @@ class Worker:
         for step in range(first_step, self._config.steps):
             result = self._trainer.compute(step, fabric=self._fabric, patience=self._patience(step))
             self._control.send(self._vote(step, result))
-            self._trainer.commit(step, self._await_commit(step).global_norm)
+            self._at_moment(Moment.VOTE, step)
+            commit = self._await_commit(step)
+            self._at_moment(Moment.COMMIT, step)
+            self._trainer.commit(step, commit.global_norm)
             if self._config.evaluates_after(step):
                 self._evaluate(step)
 
@@ -258,12 +272,14 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
     _, config = config_from_json(welcome.config_json)
     devices = jax.local_devices()[: config.devices_per_node]
     link = TransferLink(host=arguments.host)
+    injector = WorkerInjector(welcome.faults, incarnation=arguments.incarnation)
     trainer = NodeTrainer(
         config=config,
         model=config.model.build(),
         dataset=TokenDataset.open(config),
         home=Home(devices, shared_cache=arguments.compilation_cache),
         link=link,
+        at_moment=injector,
     )
     control.send(
         WorkerReady(
@@ -285,7 +301,14 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
             abandoned=control.abandoned,
         )
 
-    return Worker(node=welcome.node, config=config, trainer=trainer, control=control, connect_fabric=connect)
+    return Worker(
+        node=welcome.node,
+        config=config,
+        trainer=trainer,
+        control=control,
+        connect_fabric=connect,
+        at_moment=injector,
+    )
 
 
 def _set_up_jax(compilation_cache: Path | None) -> None:

@@ -21,6 +21,7 @@ from oobleck_jax.execution.layout import NodeLayout
 from oobleck_jax.execution.link import Payload
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.stage_runtime import StageRuntime
+from oobleck_jax.inject import AtMoment, Moment
 from oobleck_jax.planning.schedule import Action, Phase
 
 
@@ -45,9 +46,11 @@ class Executor:
         stages: Mapping[int, StageRuntime],
         hops_before: Mapping[int, Hop],
         hops_after: Mapping[int, Hop],
+        at_moment: AtMoment,
     ) -> None:
         self._config, self._dataset, self._layout, self._stages = config, dataset, layout, stages
         self._before, self._after = hops_before, hops_after
+        self._at_moment = at_moment
         self._received_s = 0.0
 
     def train(self, step: int, patience: Patience) -> Losses:
@@ -69,6 +72,7 @@ class Executor:
                 self._ask(step, actions[position + 1])
             stage = self._stages[action.stage]
             samples_B = indices[self._rows(action.microbatch)]
+            self._at_moment(Moment.BACKWARD if action.phase is Phase.BACKWARD else Moment.FORWARD, step)
             if action.phase is Phase.BACKWARD:
                 if not stage.is_last:  # the last stage did it with its forward
                     dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)

@@ -31,6 +31,7 @@ from oobleck_jax.execution.span import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of
+from oobleck_jax.inject import AtMoment, Moment
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import NodeId, Plan
@@ -87,9 +88,17 @@ class NodeTrainer:
     """
 
     def __init__(
-        self, *, config: RunConfig, model: LayeredModel, dataset: TokenDataset, home: Home, link: Link
+        self,
+        *,
+        config: RunConfig,
+        model: LayeredModel,
+        dataset: TokenDataset,
+        home: Home,
+        link: Link,
+        at_moment: AtMoment = lambda moment, step: None,
     ) -> None:
         self.home = home
+        self._at_moment = at_moment
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
         by_kind = {layer.kind: layer for layer in model.layers}
         self._functions = {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
@@ -146,6 +155,7 @@ class NodeTrainer:
             stages=self._stages,
             hops_before=before,
             hops_after=after,
+            at_moment=self._at_moment,
         )
         return Preparation(
             received_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
@@ -228,6 +238,7 @@ class NodeTrainer:
             for name, row in stage.gradients().items():
                 gradients[name] = gradients[name] + row if name in gradients else row
         computed_s = time.monotonic()
+        self._at_moment(Moment.SUM, step)
         self._sums = sum_gradients(
             gradients,
             buckets=self._buckets,
