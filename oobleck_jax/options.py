@@ -32,6 +32,7 @@ class RunOptions:
         None  # memory of a device, to plan with (default: shares of this machine's memory)
     )
     compilation_cache: Path | None = None  # folder of compiled programs (default: ~/.cache/oobleck_jax/HOST)
+    inject: str = ""  # let something fail on purpose: "kill:2@10:backward,join@20,coordinator@30" (inject.py lists all)
     patience: float = 1.0  # multiplies every time limit: raise it on machines that are slow or shared
 
 

@@ -27,6 +27,7 @@ from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
 from oobleck_jax.execution.jaxlib_private import start_coordination_service
+from oobleck_jax.inject import Injection, Kind
 from oobleck_jax.launch import LocalAgents, available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.planning.plan import NodeId
@@ -56,6 +57,7 @@ class Setting:
         listen_host: address to listen on for them.
         is_local: all nodes are on this machine, so their cores can be chosen.
         agents: what to start on this machine.
+        injections: what is to fail on purpose.
         token: secret of the nodes.
         patience: factor of all time limits.
         began_s: when the program began, by `time.monotonic`.
@@ -70,6 +72,7 @@ class Setting:
     listen_host: str
     is_local: bool
     agents: Mapping[NodeId, AgentOptions]
+    injections: tuple[Injection, ...]
     token: str | None
     patience: float
     summary_path: Path | None
@@ -138,6 +141,7 @@ class Session:
                 self._joined.add(record.node)
             case events.Committed():
                 self._files.write_metrics(self._metrics(record))
+                self._inject(record.step)
             case events.Prepared() if self._first_step_s is None:
                 self._first_step_s = time.monotonic()
             case _:
@@ -148,6 +152,12 @@ class Session:
             _complain(failure_text(record, log if self._setting.is_local else None))
         else:
             self._display.show(record)
+
+    def _inject(self, step: int) -> None:
+        """Do what is to happen on purpose once a step is committed, before anybody is told."""
+        for injection in self._setting.injections:
+            if (injection.kind, injection.step) == (Kind.COORDINATOR, step):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
         loop = asyncio.get_running_loop()

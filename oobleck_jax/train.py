@@ -23,6 +23,7 @@ from oobleck_jax.data import check_data
 from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
 from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
 from oobleck_jax.errors import ConfigError, RunFailed
+from oobleck_jax.inject import check_injections, parse_injections
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.propose import make_proposer, memory_per_device, schedule_text
@@ -87,6 +88,8 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
         return 0
 
+    injections = parse_injections(line.run.inject)
+    check_injections(injections, num_nodes=config.nodes, steps=config.steps, is_local=process is None)
     host = "127.0.0.1" if process is None else process.host
     listen_host = host if host in LOOPBACK else "0.0.0.0"
     check_exposure(listen_host, token)
@@ -106,6 +109,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
             for node in map(NodeId, range(num_local))
         }
         setting = Setting(
+            injections=injections,
             preset=line.run.preset,
             config=config,
             proposer=proposer,
