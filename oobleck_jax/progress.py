@@ -48,6 +48,8 @@ class Story:
         self._joined: set[NodeId] = set()
         self._ready: set[NodeId] = set()
         self._advance: dict[NodeId, tuple[str, int, int]] = {}
+        self._ahead: dict[NodeId, bool] = {}
+        self._is_ahead = False
 
     def take(self, record: events.Record) -> str | None:
         """Take note of a record; return a line that is worth keeping, if it makes one."""
@@ -60,10 +62,20 @@ class Story:
                 self._advance[record.node] = (record.phase, record.done, record.total)
             case events.Planned() if record.generation > 1:
                 self._advance.clear()
-                return f"generation {record.generation} goes on with step {record.step}: {record.plan_reason}"
             case events.Failed() if not record.is_collateral:
                 return f"lost: {record.cause}"
-            case events.Prepared():
+            case events.Leaving():
+                return f"node {record.node} leaves after this step ({record.reason})"
+            case events.Respawned():
+                wait = f" in {record.delay_s:.0f} s" if record.delay_s else ""
+                return f"node {record.node} gets a new worker{wait} (number {record.incarnation})"
+            case events.Resumed():
+                return f"this coordinator takes over after generation {record.generation}; next is step {record.step}"
+            case events.Incident():
+                return incident_text(record)
+            case events.CompiledAhead():
+                return self._compiled_ahead(record)
+            case events.Prepared() if record.generation == 1:
                 return f"all nodes are prepared after {record.seconds:.1f} s; step {record.step} begins"
             case events.Committed():
                 self.step, self.loss = record.step + 1, record.loss
@@ -78,6 +90,14 @@ class Story:
             case _:
                 pass
         return None
+
+    def _compiled_ahead(self, record: events.CompiledAhead) -> str | None:
+        """Say once that no loss will have to wait for a compilation any more."""
+        self._ahead[record.node] = record.done == record.total
+        if self._is_ahead or len(self._ahead) < len(self._ready) or not all(self._ahead.values()):
+            return None
+        self._is_ahead = True
+        return f"every node has the programs of later plans ready ({record.total} each)"
 
     @property
     def start_up(self) -> str:
@@ -198,6 +218,25 @@ def failure_text(failed: events.Failed, log: str | None) -> str:
     lines = failed.detail.strip().splitlines()[-_DETAIL_LINES:]
     where = f" (generation {failed.generation}, step {failed.step}{f', log {log}' if log else ''})"
     return "\n".join([f"failed: {failed.cause}{where}", *(f"    {line}" for line in lines)])
+
+
+def incident_text(incident: events.Incident) -> str:
+    """Return what an incident was and what it cost, in one line."""
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in incident.seconds.items() if name != "total")
+    costs = [
+        f"{incident.received_bytes / 1e6:.1f} MB copied",
+        f"{incident.num_redone_microbatches} microbatches redone",
+        f"{incident.num_compilations} compilations",
+    ]
+    if incident.num_generations > 1:
+        costs.append(f"{incident.num_generations} attempts")
+    if incident.collateral:
+        costs.append(f"nodes {list(incident.collateral)} were lost as a consequence")
+    total_s = incident.seconds.get("total", 0.0)
+    return (
+        f"{incident.kind}: {incident.cause}; step {incident.step} is committed {total_s:.2f} s later "
+        f"({phases}); {', '.join(costs)}"
+    )
 
 
 def plan_table(plan: Plan, *, names: Sequence[str], cores: Mapping[NodeId, Sequence[int]]) -> str:

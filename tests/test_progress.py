@@ -144,3 +144,41 @@ def test_durations_are_readable() -> None:
         "3:05",
         "2:03:03",
     ]
+
+
+def incident(**changes: object) -> events.Incident:
+    values: dict = {
+        "kind": "loss",
+        "cause": "the worker of node 1 was killed by SIGKILL",
+        "nodes": (NodeId(1),),
+        "collateral": (),
+        "generation": 2,
+        "num_generations": 1,
+        "step": 10,
+        "seconds": {"copy": 0.1, "fabric": 0.2, "total": 0.5},
+        "received_bytes": 3_100_000,
+        "num_redone_microbatches": 8,
+        "num_compilations": 0,
+    }
+    return events.Incident(**{**values, **changes})
+
+
+def test_an_incident_is_told_in_one_line_with_its_costs() -> None:
+    assert story().take(incident()) == (
+        "loss: the worker of node 1 was killed by SIGKILL; step 10 is committed 0.50 s later (copy 0.10 s, fabric "
+        "0.20 s); 3.1 MB copied, 8 microbatches redone, 0 compilations"
+    )
+    text = story().take(incident(num_generations=3, collateral=(NodeId(4),)))
+    assert text is not None
+    assert text.endswith("0 compilations, 3 attempts, nodes [4] were lost as a consequence")
+
+
+def test_it_is_told_once_when_all_nodes_have_the_programs_of_later_plans() -> None:
+    told = story()
+    told.take(ready(0))
+    told.take(ready(1))
+    records = [
+        events.CompiledAhead(node=NodeId(node), done=done, total=9) for node, done in ((0, 9), (1, 8), (1, 9), (0, 9))
+    ]
+    lines = [told.take(record) for record in records]
+    assert lines == [None, None, "every node has the programs of later plans ready (9 each)", None]
