@@ -1,17 +1,23 @@
 # make train   trains a small GPT on five node processes of this machine; needs Python 3.11 or newer, nothing else
+# make demo    the same with three kills and a node that joins, and a picture of what that did
 # make test    everything that must hold: format, lint, types, tests
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,\
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 VENV ?= .venv
 BIN := $(VENV)/bin
-RUN_DIR ?= runs/train
+RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test format clean
+.PHONY: train demo test format clean
 
 train: $(VENV)/.installed
 	$(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --fault-tolerance 1 --steps 68 --global-batch-size 16 \
 		--plan "0-5,5-10 | 0-3,3-7,7-10" --run-dir $(RUN_DIR)
+
+demo: $(VENV)/.installed
+	run_dir=$(RUN_DIR) && $(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --max-nodes 6 --fault-tolerance 1 \
+		--steps 80 --global-batch-size 16 --inject "kill:1@15:backward,kill:3@30:sum,join@40,kill:0@60:commit" \
+		--run-dir $$run_dir && $(BIN)/python scripts/plot.py $$run_dir --output $$run_dir/run.png
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
