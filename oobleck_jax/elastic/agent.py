@@ -2,16 +2,22 @@
 
     coordinator <--WebSocket--> agent <--socket pair--> worker
 
-The agent is small on purpose (no jax: some 40 MB, idle), so that it answers whatever the worker is busy with. It never
-outlives its reason to be: without coordinator it ends after `orphan_s`, and the worker ends with it.
+The agent is small on purpose (no jax: some 40 MB, idle), so that it answers whatever the worker is busy with.
+
+It ends with the run. Before that:
+
+    Respawn                  it replaces its worker (worker_keeper.py)
+    the connection is lost   it keeps its worker, whose state lives on, and joins again, for `orphan_s` at most: the
+                             coordinator, or its successor, is told what the worker holds. What the worker says
+                             meanwhile is dropped, because the step is done again
+    SIGTERM                  it says `Leaving`, and goes on until it gets its `Stop`, for `leave_s` at most
+    SIGTERM again, SIGINT    it ends at once, and its worker with it
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import ssl
 import sys
 from pathlib import Path
 
@@ -19,9 +25,10 @@ import aiohttp
 import msgspec
 
 from oobleck_jax.elastic import messages
-from oobleck_jax.elastic.worker_process import MAX_MESSAGE_BYTES, WorkerProcess
+from oobleck_jax.elastic.connection import Connection, connect, join
+from oobleck_jax.elastic.worker_keeper import WorkerKeeper
+from oobleck_jax.elastic.worker_process import WorkerProcess
 from oobleck_jax.errors import RunFailed
-from oobleck_jax.memory import peak_memory_bytes
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -45,7 +52,8 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 60.0  # keep trying to reach the coordinator
     heartbeat_s: float = 0.5  # between two signs of life
     silence_s: float = 20.0  # a coordinator that answers no ping for so long is gone
-    orphan_s: float = 0.0  # go on without a coordinator
+    orphan_s: float = 60.0  # wait for a coordinator that is gone to come back, then end
+    leave_s: float = 25.0  # wait to be let go after SIGTERM; Slurm and Kubernetes kill after 30 s
     worker_stop_s: float = 1.5  # the worker ends when told to
 
 
@@ -62,159 +70,171 @@ async def run_agent(options: AgentOptions) -> int:
     task = asyncio.current_task()
     assert task is not None
     caught: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda number=number: (caught.append(number), task.cancel()))
-    try:
-        async with aiohttp.ClientSession() as session:
-            websocket = await _connect(session, options)
-            async with websocket:
-                welcome = await _join(websocket, options)
-                return await _Agent(options, websocket, welcome).run()
-    except asyncio.CancelledError:
-        if caught:
-            return 128 + caught[0]
-        raise
-    finally:
+    async with aiohttp.ClientSession() as session:
+        agent = _Agent(options, session)
+
+        def take(number: int) -> None:
+            if number == signal.SIGTERM and agent.leave("SIGTERM"):
+                loop.call_later(options.leave_s, take, number)  # once more: patience is over
+                return
+            caught.append(number)
+            task.cancel()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-async def _connect(session: aiohttp.ClientSession, options: AgentOptions) -> aiohttp.ClientWebSocketResponse:
-    """Connect to the coordinator, which may not be up yet."""
-    loop = asyncio.get_running_loop()
-    give_up_s = loop.time() + options.connect_s
-    context = ssl.create_default_context(cafile=options.tls_authority) if options.tls_authority else None
-    url = f"{'wss' if context else 'ws'}://{options.coordinator_address}/control"
-    while True:
+            loop.add_signal_handler(number, take, number)
         try:
-            async with asyncio.timeout(10):
-                return await session.ws_connect(
-                    url,
-                    headers={"Authorization": f"Bearer {options.token}"} if options.token else None,
-                    heartbeat=options.silence_s,
-                    max_msg_size=MAX_MESSAGE_BYTES,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),  # pyright: ignore[reportCallIssue] (attrs)
-                    ssl=context or True,
-                )
-        except aiohttp.WSServerHandshakeError as error:
-            hint = "; give the same --token to all" if error.status == 401 else ""
-            raise RunFailed(f"{options.coordinator_address} answered {error.status} {error.message}{hint}") from None
-        except aiohttp.ClientSSLError as error:
-            raise RunFailed(f"no TLS connection with {options.coordinator_address}: {error}") from None
-        except (aiohttp.ClientError, TimeoutError) as error:
-            if loop.time() >= give_up_s:
-                raise RunFailed(
-                    f"no coordinator at {options.coordinator_address} for {options.connect_s:.0f} s ({error})"
-                ) from None
-        await asyncio.sleep(0.2)
-
-
-async def _join(websocket: aiohttp.ClientWebSocketResponse, options: AgentOptions) -> messages.Welcome:
-    join = messages.Join(
-        name=options.name,
-        incarnation=0,
-        num_devices=options.num_devices,
-        versions=options.versions,
-        node=options.node,
-        config_digest=options.config_digest,
-    )
-    await websocket.send_str(messages.encode(join).decode())
-    frame = await websocket.receive(timeout=options.connect_s)
-    answer = messages.decode_to_node(frame.data) if frame.type is aiohttp.WSMsgType.TEXT else None
-    match answer:
-        case messages.Welcome():
-            return answer
-        case messages.Refused():
-            raise RunFailed(f"the coordinator refused {options.name}: {answer.reason}")
-        case _:
-            raise RunFailed(f"the coordinator at {options.coordinator_address} did not answer the request to join")
+            return await agent.run()
+        except asyncio.CancelledError:
+            if caught:
+                return 128 + caught[0]
+            raise
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
 
 
 class _Agent:
-    """An agent that is in: one worker, one connection."""
+    """One node: one worker at a time, one connection at a time."""
 
-    def __init__(
-        self, options: AgentOptions, websocket: aiohttp.ClientWebSocketResponse, welcome: messages.Welcome
-    ) -> None:
+    def __init__(self, options: AgentOptions, session: aiohttp.ClientSession) -> None:
         self._options = options
-        self._websocket = websocket
-        self._welcome = welcome
-        self._node = welcome.node
-        self._incarnation = 0
+        self._session = session
+        self._connection: Connection | None = None  # None: not in, or not any more
+        self._welcome: messages.Welcome | None = None  # the first one; None: never been in
+        self._keeper: WorkerKeeper | None = None
+        self._host = ""  # of the worker, as other nodes reach it
+        self._leaving: messages.Leaving | None = None
 
     async def run(self) -> int:
-        log_path = Path(self._options.log_dir) / f"node-{self._node}.log" if self._options.log_dir else None
-        host = _reachable_host(self._websocket.get_extra_info("sockname")[0], self._options.coordinator_address)
-        command = [*self._options.worker_command, "--host", host, "--incarnation", str(self._incarnation)]
-        if self._options.compilation_cache:
-            command += ["--compilation-cache", self._options.compilation_cache]
-        worker = await WorkerProcess.start(
-            command, self._welcome, num_devices=self._options.num_devices, log_path=log_path
-        )
-        tasks = [
-            asyncio.create_task(self._heartbeats(worker)),
-            asyncio.create_task(self._watch(worker)),
-            down := asyncio.create_task(self._relay_down(worker)),
-        ]
+        options = self._options
+        connection = await self._enter(options.connect_s)
+        assert self._keeper is not None
+        heartbeats = asyncio.create_task(self._heartbeats(self._keeper))
         try:
-            # It ends with the run, or with the connection; a worker that ends by itself is only reported.
-            stop = await down
-            if stop is None:
-                await asyncio.sleep(self._options.orphan_s)
-                raise RunFailed(f"node {self._node} lost its coordinator at {self._options.coordinator_address}")
-            await worker.end(patience_s=self._options.worker_stop_s)
-            await tasks[1]  # the coordinator hears of the end, too
+            while (stop := await self._relay_down(connection, self._keeper)) is None:
+                self._connection = None
+                await connection.close()
+                connection = await self._enter(options.orphan_s)
+            await self._keeper.end(patience_s=options.worker_stop_s)  # the coordinator hears of it, too
             return stop.exit_code
         finally:
-            await asyncio.shield(worker.end(patience_s=0.0))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            heartbeats.cancel()
+            await asyncio.shield(self._keeper.end(patience_s=0.0))
+            if self._connection is not None:
+                await self._connection.close()
 
-    async def _relay_down(self, worker: WorkerProcess) -> messages.Stop | None:
-        """Pass messages on to the worker until the run is over; None: the connection ended before."""
-        async for frame in self._websocket:
-            if frame.type is not aiohttp.WSMsgType.TEXT:
-                return None
-            data: str = frame.data
-            message = messages.decode_to_node(data)
-            worker.send(data.encode())
-            if isinstance(message, messages.Stop):
-                return message
-        return None
+    def leave(self, reason: str) -> bool:
+        """Ask to be let go; return False if this node is not in, or has asked before."""
+        if self._welcome is None or self._leaving is not None:
+            return False
+        self._leaving = messages.Leaving(node=self._welcome.node, reason=reason)
+        self._tell(messages.encode(self._leaving))
+        return True
 
-    async def _watch(self, worker: WorkerProcess) -> None:
-        """Pass the worker's messages on, and tell of its end, at once."""
-        relay = asyncio.create_task(self._relay_up(worker))
-        exit_code = await worker.wait()
-        # All that it said comes before the news of its end. A child of its own may still hold the socket: do not wait.
-        await asyncio.wait([relay], timeout=0.5)
-        relay.cancel()
-        await self._send(
-            messages.WorkerExited(
-                node=self._node,
-                incarnation=self._incarnation,
-                exit_code=exit_code,
-                log_tail=worker.log_tail(),
-                peak_memory_bytes=worker.peak_memory_bytes,
-                agent_peak_memory_bytes=peak_memory_bytes(),
+    async def _enter(self, patience_s: float) -> Connection:
+        """Connect and join, for the first time or again.
+
+        Raises:
+            RunFailed: nobody answers, or this node is refused.
+        """
+        options, loop = self._options, asyncio.get_running_loop()
+        give_up_s = loop.time() + patience_s
+        while True:
+            connection = await connect(
+                self._session,
+                options.coordinator_address,
+                token=options.token,
+                tls_authority=options.tls_authority,
+                silence_s=options.silence_s,
             )
+            if connection is not None:
+                request = self._request()
+                try:
+                    welcome = await join(connection, request, within_s=options.silence_s)
+                except BaseException:
+                    await connection.close()
+                    raise
+                if welcome is not None:
+                    self._take_in(connection, welcome, request)
+                    return connection
+                await connection.close()
+            if loop.time() >= give_up_s:
+                again = "" if self._welcome is None else f"node {self._welcome.node} ends: "
+                raise RunFailed(f"{again}no coordinator at {options.coordinator_address} for {patience_s:.0f} s")
+
+    def _request(self) -> messages.Join:
+        options, keeper = self._options, self._keeper
+        incarnation = 0
+        if keeper is not None:
+            incarnation = keeper.incarnation if keeper.has_worker else keeper.incarnation + 1
+        return messages.Join(
+            name=options.name,
+            incarnation=incarnation,
+            num_devices=options.num_devices,
+            versions=options.versions,
+            node=options.node if self._welcome is None else self._welcome.node,
+            config_digest=options.config_digest,
+            worker=None if keeper is None else keeper.ready,
+            held=None if keeper is None else keeper.held,
         )
 
-    async def _relay_up(self, worker: WorkerProcess) -> None:
-        while (line := await worker.receive()) is not None:
-            with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                await self._websocket.send_str(line.decode())
+    def _take_in(self, connection: Connection, welcome: messages.Welcome, request: messages.Join) -> None:
+        """Go on with a connection on which this node is in."""
+        if self._welcome is None:
+            self._welcome = welcome
+            self._host = _reachable_host(connection.own_address, self._options.coordinator_address)
+            self._keeper = WorkerKeeper(welcome.node, start=self._start_worker, tell=self._tell)
+        elif (welcome.node, welcome.config_json) != (self._welcome.node, self._welcome.config_json):
+            raise RunFailed(f"{self._options.coordinator_address} coordinates another run now")
+        keeper = self._keeper
+        assert keeper is not None
+        self._connection = connection
+        if self._leaving is not None:
+            self._tell(messages.encode(self._leaving))
+        if not keeper.has_worker and request.worker is not None:
+            assert keeper.exited is not None  # while we asked
+            self._tell(messages.encode(keeper.exited))
+        elif not keeper.has_worker:
+            keeper.spawn(request.incarnation)
+        elif request.worker is None and keeper.ready is not None:
+            self._tell(messages.encode(keeper.ready))
 
-    async def _heartbeats(self, worker: WorkerProcess) -> None:
+    async def _relay_down(self, connection: Connection, keeper: WorkerKeeper) -> messages.Stop | None:
+        """Pass messages on to the worker until the run is over; None: the connection ended before."""
+        while (received := await connection.receive()) is not None:
+            data, message = received
+            match message:
+                case messages.Respawn():
+                    keeper.spawn(message.incarnation, delay_s=message.delay_s)
+                case messages.Stop():
+                    keeper.send(data, message)
+                    return message
+                case _:
+                    keeper.send(data, message)
+        return None
+
+    async def _heartbeats(self, keeper: WorkerKeeper) -> None:
+        assert self._welcome is not None
         while True:
-            await self._send(messages.Heartbeat(node=self._node, is_worker_stopped=worker.is_stopped()))
+            beat = messages.Heartbeat(node=self._welcome.node, is_worker_stopped=keeper.is_stopped)
+            self._tell(messages.encode(beat))
             await asyncio.sleep(self._options.heartbeat_s)
 
-    async def _send(self, message: messages.ToCoordinator) -> None:
-        # A lost connection is noticed where messages are received.
-        with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-            await self._websocket.send_str(messages.encode(message).decode())
+    def _tell(self, message: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def _start_worker(self, incarnation: int) -> WorkerProcess:
+        options, welcome = self._options, self._welcome
+        assert welcome is not None
+        log_path = Path(options.log_dir) / f"node-{welcome.node}.log" if options.log_dir else None
+        if log_path is not None and incarnation:
+            with log_path.open("ab") as log:
+                log.write(f"\n---- worker {incarnation} of node {welcome.node}\n".encode())
+        command = [*options.worker_command, "--host", self._host, "--incarnation", str(incarnation)]
+        if options.compilation_cache:
+            command += ["--compilation-cache", options.compilation_cache]
+        return await WorkerProcess.start(command, welcome, num_devices=options.num_devices, log_path=log_path)
 
 
 def _reachable_host(own_address: str, coordinator_address: str) -> str:

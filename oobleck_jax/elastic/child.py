@@ -1,4 +1,4 @@
-"""Turn this process into another program that ends with its parent and stays on its cores.
+"""Turn this process into another program that ends with its parent, not before, and stays on its cores.
 
     python child.py --parent PID [--cores 0,1] -- COMMAND...
 
@@ -32,6 +32,8 @@ def _main(argv: list[str]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if "--cores" in values:
             os.sched_setaffinity(0, {int(core) for core in values["--cores"].split(",")})
+    # Slurm and systemd send the SIGTERM of a job to all of its processes; to leave in good order is up to the parent.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.getppid() != int(values["--parent"]):
         sys.exit("the parent is gone already")  # before prctl: no signal would come any more
     os.execvp(command[0], command)

@@ -3,8 +3,9 @@
     python fake_worker.py [--fault FAULT@NODE:STEP] [--step-s SECONDS] --control-fd N
 
 FAULT is one of raise, exit, kill (the others say at once that they lost their peer), hang (never votes; the others say
-that they wait for it), discord (a wrong checksum) and nan. All workers invent the same numbers for the same step,
-whatever the plan. Evaluations are reported after every step; the coordinator takes those that it asked for.
+that they wait for it), discord (a wrong checksum) and nan. Only a node's first worker has it. All workers invent the
+same numbers for the same step, whatever the plan. Evaluations are reported after every step; the coordinator takes
+those that it asked for.
 """
 
 import argparse
@@ -31,6 +32,9 @@ class Worker:
         self.step_s: float = options.step_s
         self.fault, at_node, self.fault_step = parse_fault(options.fault)
         self.fault_node = NodeId(at_node)
+        self.incarnation: int = options.incarnation
+        if self.incarnation:
+            self.fault_step = -1
         welcome = self.receive()
         assert isinstance(welcome, messages.Welcome)
         self.node = welcome.node
@@ -47,11 +51,12 @@ class Worker:
         self.control.sendall(messages.encode(message) + b"\n")
 
     def run(self) -> None:
-        print(f"node {self.node} is up on cores {sorted(os.sched_getaffinity(0))}", flush=True)
+        cores = sorted(os.sched_getaffinity(0))
+        print(f"node {self.node}, worker {self.incarnation} is up on cores {cores}", flush=True)
         self.send(
             messages.WorkerReady(
                 node=self.node,
-                incarnation=0,
+                incarnation=self.incarnation,
                 link_address="127.0.0.1:1",
                 num_devices=1,
                 device_kind="invented",
@@ -172,6 +177,7 @@ def parse_fault(text: str | None) -> tuple[str, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--incarnation", type=int, default=0)
     parser.add_argument("--fault")
     parser.add_argument("--step-s", type=float, default=0.005)
     options, _ = parser.parse_known_args()

@@ -37,3 +37,9 @@ def test_a_child_is_killed_with_its_parent() -> None:
     while psutil.pid_exists(child) and time.monotonic() < end_s:
         time.sleep(0.01)
     assert not psutil.pid_exists(child)
+
+
+def test_a_child_leaves_the_end_of_the_job_to_its_parent() -> None:
+    command = (sys.executable, "-S", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('alive')")
+    result = subprocess.run(child_command(command, cores=()), capture_output=True, text=True, timeout=20)
+    assert result.stdout == "alive\n"

@@ -87,6 +87,7 @@ class Cluster:
             worker_command=tuple(worker),
             log_dir=str(self.run_dir),
             connect_s=5.0,
+            orphan_s=1.0,
             worker_stop_s=0.5,
         )
         agent = subprocess.Popen(
@@ -153,7 +154,7 @@ def test_a_run_without_trouble_commits_every_step_once_and_leaves_nothing_behind
     assert all(record.exit_code == 0 for record in left)
     assert all(0 < record.agent_peak_memory_bytes < 60e6 for record in left)
     assert all(record.peak_memory_bytes > 0 for record in left)
-    assert "node 1 is up" in (cluster.run_dir / "node-1.log").read_text()
+    assert "node 1, worker 0 is up" in (cluster.run_dir / "node-1.log").read_text()
 
 
 @pytest.mark.parametrize(
