@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 
 from oobleck_jax.events import Record, read_events
+from oobleck_jax.run_processes import agents_of, workers_of
 
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +53,12 @@ class Run:
     @property
     def workers(self) -> dict[int, int]:
         """Process ids of the workers that live, by node."""
-        return self._processes("oobleck_jax.worker")
+        return workers_of(self.run_dir)
 
     @property
     def agents(self) -> dict[int, int]:
         """Process ids of the agents that live, by node."""
-        return self._processes("oobleck_jax.elastic.agent")
+        return agents_of(self.run_dir)
 
     def await_steps(self, count: int) -> None:
         """Wait until so many steps are committed."""
@@ -76,20 +76,6 @@ class Run:
         out, _ = self.process.communicate(timeout=LIMIT_S)
         assert self.process.returncode == exit_code, out + self._tails()
         return out
-
-    def _processes(self, module: str) -> dict[int, int]:
-        """Find the processes whose output goes into the logs of this run, wherever they hang in the process tree."""
-        found: dict[int, int] = {}
-        for process in psutil.process_iter():
-            try:
-                if module not in process.cmdline():
-                    continue
-                log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            except (psutil.Error, OSError):
-                continue
-            if log.parent == self.run_dir / "logs":
-                found[int(log.stem.partition("-")[2])] = process.pid
-        return found
 
     def _tails(self) -> str:
         logs = sorted((self.run_dir / "logs").glob("node-*.log"))

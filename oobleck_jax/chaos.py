@@ -1,0 +1,273 @@
+"""Random failures of a real run, and a check of everything that must hold nevertheless.
+
+What is struck, and when, is a pure function of the seed (`draw_strikes`): the next strike comes when the run has
+recovered from the one before, a drawn number of steps and a drawn part of a second later. All strikes are signals from
+outside; nothing in the run knows of them.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from oobleck_jax import events
+from oobleck_jax.run_processes import agents_of, workers_of
+
+
+class Target(StrEnum):
+    """What is struck."""
+
+    WORKER = "worker"  # kill -9
+    AGENT = "agent"  # kill -9; its worker dies with it, and another agent joins
+    TWO = "two"  # kill -9 of two workers at once
+    AGAIN = "again"  # kill -9 of a worker, and of another one while the others recover
+    STOP = "stop"  # SIGSTOP of a worker
+    LEAVE = "leave"  # SIGTERM of an agent, and another one joins
+    COORDINATOR = "coordinator"  # kill -9, and the same command again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strike:
+    """One failure."""
+
+    target: Target
+    node: int  # the first struck; of no meaning for the coordinator
+    other: int  # the second struck: two, again
+    steps: int  # committed since the run had recovered
+    delay_s: float  # and so long after that
+    pause_s: float  # between the first and the second: again
+
+
+def draw_strikes(seed: int, *, count: int, num_nodes: int, fault_tolerance: int) -> tuple[Strike, ...]:
+    """Return the strikes of a seed. Pure.
+
+    Args:
+        count: how many.
+        num_nodes: of the run.
+        fault_tolerance: of the run; two nodes at once are struck only if it is 2 or more.
+    """
+    draw = random.Random(seed)
+    targets = [target for target in Target if fault_tolerance > 1 or target not in (Target.TWO, Target.AGAIN)]
+    strikes: list[Strike] = []
+    for number in range(count):
+        # Every kind comes before any comes again.
+        target = targets[number % len(targets)] if number < len(targets) else draw.choice(targets)
+        node, other = draw.sample(range(num_nodes), 2)
+        strikes.append(
+            Strike(
+                target=target,
+                node=node,
+                other=other,
+                steps=draw.randint(1, 4),
+                delay_s=draw.uniform(0.0, 0.4),
+                pause_s=draw.uniform(0.0, 0.4),
+            )
+        )
+    return tuple(strikes)
+
+
+class ChaosError(Exception):
+    """The run did not do what it must; the rest of the strikes is left out."""
+
+
+class Chaos:
+    """A run of scripts/train.py under strikes.
+
+    Attributes:
+        struck: strikes carried out.
+        survived: of these, those after which the run went on as before.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        run_dir: Path,
+        *,
+        join_command: Sequence[str],
+        num_nodes: int,
+        limit_s: float = 90.0,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            command: that starts the run; given again, it resumes it.
+            run_dir: of the run.
+            join_command: that starts a node, but for `--join`.
+            num_nodes: of the run; there are never more.
+            limit_s: what the run may take to recover, or to end.
+        """
+        self.struck = self.survived = 0
+        self._command, self._join_command, self._run_dir = list(command), list(join_command), run_dir
+        self._num_nodes, self._limit_s = num_nodes, limit_s
+        self._output = (run_dir.parent / f"{run_dir.name}.out").open("ab")
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._joiners: list[subprocess.Popen[bytes]] = []
+
+    def run(self, strikes: Sequence[Strike], tell: Callable[[str], None]) -> None:
+        """Start the run, strike, and wait for its end.
+
+        Raises:
+            ChaosError: it does not go on, or does not end well.
+        """
+        self._start()
+        try:
+            self._await_all(min_steps=1)
+            for number, strike in enumerate(strikes):
+                self._await_steps(self._num_steps() + strike.steps)
+                time.sleep(strike.delay_s)
+                tell(f"{number + 1}/{len(strikes)} at step {self._num_steps()}: {json.dumps(asdict(strike))}")
+                self.struck += 1
+                self._carry_out(strike)
+                self._await_all(min_steps=self._num_steps() + 1)
+                self.survived += 1
+            self._interrupt()
+        finally:
+            self._end()
+
+    def _carry_out(self, strike: Strike) -> None:
+        workers, agents = workers_of(self._run_dir), agents_of(self._run_dir)
+        match strike.target:
+            case Target.WORKER:
+                _signal(workers[strike.node], signal.SIGKILL)
+            case Target.STOP:
+                _signal(workers[strike.node], signal.SIGSTOP)
+            case Target.TWO | Target.AGAIN:
+                _signal(workers[strike.node], signal.SIGKILL)
+                time.sleep(strike.pause_s if strike.target is Target.AGAIN else 0.0)
+                _signal(workers[strike.other], signal.SIGKILL)
+            case Target.AGENT | Target.LEAVE:
+                _signal(agents[strike.node], signal.SIGKILL if strike.target is Target.AGENT else signal.SIGTERM)
+                gone = agents[strike.node]
+                self._await(lambda: gone not in agents_of(self._run_dir).values(), "end of the agent")
+                self._join(strike.node)
+            case Target.COORDINATOR:
+                assert self._coordinator is not None
+                self._coordinator.kill()
+                self._coordinator.wait()
+                self._start()
+
+    def _start(self) -> None:
+        self._coordinator = subprocess.Popen(self._command, stdout=self._output, stderr=subprocess.STDOUT)
+
+    def _join(self, node: int) -> None:
+        """Let a new agent come, as an operator or a cluster manager would."""
+        with (self._run_dir / "logs" / f"node-{node}.log").open("ab") as log:
+            command = [*self._join_command, "--join", str(self._run_dir)]
+            self._joiners.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+
+    def _await_steps(self, count: int) -> None:
+        self._await(lambda: self._num_steps() >= count, f"step {count - 1}")
+
+    def _await_all(self, *, min_steps: int) -> None:
+        """Wait until all nodes work, and some steps are committed."""
+        self._await(
+            lambda: self._num_steps() >= min_steps and self._num_working() == self._num_nodes,
+            f"recovery: {self._num_working()} of {self._num_nodes} nodes work, step {self._num_steps()}",
+        )
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + self._limit_s
+        while not condition():
+            if self._coordinator is None or self._coordinator.poll() is not None:
+                raise ChaosError(f"the run ended while it should go on ({what})")
+            if time.monotonic() > deadline_s:
+                raise ChaosError(f"no {what} within {self._limit_s:.0f} s")
+            time.sleep(0.05)
+
+    def _num_steps(self) -> int:
+        return sum(1 for _ in self._records("journal.jsonl"))
+
+    def _num_working(self) -> int:
+        """Return how many nodes work in the generation that runs; 0 between generations."""
+        working = 0
+        planned: events.Planned | None = None
+        for record in self._records("events.jsonl"):
+            match record:
+                case events.Planned():
+                    planned, working = record, 0
+                case events.Prepared() if planned is not None:
+                    working = len(planned.plan.nodes)
+                case events.Abandoned() | events.Gathering() | events.Resumed():
+                    working = 0
+                case _:
+                    pass
+        return working
+
+    def _records(self, name: str) -> Iterator[events.Record]:
+        path = self._run_dir / name
+        if path.exists():
+            for _, record in events.read_events(path):
+                yield record
+
+    def _interrupt(self) -> None:
+        assert self._coordinator is not None
+        self._coordinator.send_signal(signal.SIGINT)
+        try:
+            self._coordinator.wait(timeout=self._limit_s)
+        except subprocess.TimeoutExpired:
+            raise ChaosError(f"the run did not end within {self._limit_s:.0f} s after Ctrl-C") from None
+
+    def _end(self) -> None:
+        for process in [self._coordinator, *self._joiners]:
+            if process is not None:
+                process.kill()
+                process.wait()
+        self._output.close()
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+
+
+def violations_of(run_dir: Path, expected_losses: Sequence[float], *, relative: float) -> list[str]:
+    """Return what the files of a run say against the properties M1, M2, M3, T2, T3 and T4.
+
+    Args:
+        run_dir: of the run.
+        expected_losses: of each step, of a run to which nothing happened.
+        relative: how much a loss may differ.
+    """
+    wrong: list[str] = []
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    journal = [record for _, record in events.read_events(run_dir / "journal.jsonl")]
+    decided = [record.step for record in journal if isinstance(record, events.Committed)]
+    if decided != list(range(len(decided))):
+        wrong.append(f"M2: the committed steps are not one after the other: {decided}")
+    if [line["step"] for line in metrics] != decided:
+        wrong.append("M2: metrics.jsonl and journal.jsonl have other steps")
+    samples = [(line["sample_first"], line["sample_end"]) for line in metrics]
+    if any(after[0] != before[1] for before, after in pairwise(samples)):
+        wrong.append("T4: the samples of the steps are not one after the other")
+    for line in metrics[: len(expected_losses)]:
+        expected = expected_losses[line["step"]]
+        if not abs(line["loss"] - expected) <= relative * abs(expected):
+            wrong.append(f"T2: step {line['step']} has loss {line['loss']!r}, undisturbed {expected!r}")
+    planned = [record for _, record in events.read_events(run_dir / "events.jsonl")]
+    generations = [record.generation for record in planned if isinstance(record, events.Planned)]
+    if any(after <= before for before, after in pairwise(generations)):
+        wrong.append(f"M1: generations do not grow: {generations}")
+    wrong += [
+        f"M3: generation {record.generation} has no reason"
+        for record in planned
+        if isinstance(record, events.Planned) and not record.reason
+    ]
+    seen: dict[str, set[str]] = {}
+    for log in (run_dir / "logs").glob("node-*.log"):
+        for state, checksum in re.findall(
+            r"state of (\S+ after step \d+): ([0-9a-f]{16})", log.read_text(errors="replace")
+        ):
+            seen.setdefault(state, set()).add(checksum)
+    wrong += [f"T3: holders differ in {state}" for state, checksums in seen.items() if len(checksums) > 1]
+    if not seen:
+        wrong.append("T3: no node wrote checksums of its state")
+    if left := sorted([*workers_of(run_dir).values(), *agents_of(run_dir).values()]):
+        wrong.append(f"processes are left: {left}")
+    return wrong

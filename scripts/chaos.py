@@ -1,0 +1,99 @@
+"""Let a real run suffer random failures, and check that it does what it would have done without them.
+
+    python scripts/chaos.py --seed 3 --incidents 200 --json chaos.json
+
+Workers and agents are killed, stopped and asked to leave, the coordinator is killed and started again, nodes come back.
+The same seed strikes the same nodes in the same way again. Written: {"incidents", "survived", "violations"}.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from oobleck_jax.chaos import Chaos, ChaosError, draw_strikes, violations_of
+
+
+TRAIN = Path(__file__).with_name("train.py")
+NUM_STEPS = 1_000_000  # more than any run reaches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Flags of this script."""
+
+    seed: int = 0  # decides what is struck, and when
+    incidents: int = 20  # strikes
+    nodes: int = 4  # of the run
+    fault_tolerance: int = 1  # of the run; from 2 on, two nodes are struck at once, too
+    plan: str = "0-3,3-6 | 0-3,3-6"  # while all nodes work
+    folder: Path | None = None  # for the run's files (default: a new one)
+    relative: float = 1e-6  # how much a loss may differ from the undisturbed run's
+    json: Path | None = None  # write the result into this file
+
+
+def main(arguments: Arguments) -> int:
+    """Run, check, print, write; return the exit code."""
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    strikes = draw_strikes(
+        arguments.seed,
+        count=arguments.incidents,
+        num_nodes=arguments.nodes,
+        fault_tolerance=arguments.fault_tolerance,
+    )
+    slow = ",".join(f"slow:{node}@0:0.15" for node in range(arguments.nodes))  # leaves the cores to those that start
+    run_dir = folder / "struck"
+    chaos = Chaos(
+        _command(folder, run_dir, arguments, "--inject", slow),
+        run_dir,
+        join_command=[sys.executable, str(TRAIN), "--compilation-cache", str(folder / "programs")],
+        num_nodes=arguments.nodes,
+    )
+    violations: list[str] = []
+    try:
+        chaos.run(strikes, lambda text: print(text, flush=True))
+    except ChaosError as error:
+        violations.append(f"after strike {chaos.struck} of seed {arguments.seed}: {error}")
+    num_steps = sum(1 for _ in (run_dir / "metrics.jsonl").open())
+    print(f"{chaos.survived} of {chaos.struck} survived, {num_steps} steps; now the same without strikes", flush=True)
+    losses = _undisturbed(folder, arguments, num_steps)
+    violations += violations_of(run_dir, losses, relative=arguments.relative)
+    result = {"incidents": chaos.struck, "survived": chaos.survived, "violations": violations}
+    print(json.dumps({**result, "violations": violations[:10]}, indent=2))
+    print(f"files: {folder}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 1 if violations else 0
+
+
+def _command(folder: Path, run_dir: Path, arguments: Arguments, *flags: str) -> list[str]:
+    # A low learning rate: rounding differences of unequal plans grow with it from step to step, over thousands of steps.
+    command = [sys.executable, str(TRAIN), "--preset", "gpt-test", "--run-dir", str(run_dir)]
+    command += ["--compilation-cache", str(folder / "programs"), "--steps", str(NUM_STEPS), "--eval-every", "0"]
+    command += ["--peak-learning-rate", "1e-5", "--nodes", str(arguments.nodes), "--plan", arguments.plan]
+    return [*command, "--fault-tolerance", str(arguments.fault_tolerance), *flags]
+
+
+def _undisturbed(folder: Path, arguments: Arguments, num_steps: int) -> list[float]:
+    """Return the losses of the same run without strikes."""
+    run_dir = folder / "undisturbed"
+    metrics = run_dir / "metrics.jsonl"
+    with subprocess.Popen(_command(folder, run_dir, arguments), stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if metrics.exists() and sum(1 for _ in metrics.open()) >= num_steps:
+                process.send_signal(signal.SIGINT)
+                break
+            time.sleep(0.1)
+        process.wait(timeout=60)
+    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()[:num_steps]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
