@@ -79,6 +79,7 @@ class Worker:
         self._connect_fabric = connect_fabric
         self._fabric: Fabric | None = None
         self._begin: Begin | None = None
+        self._applied = -1  # the last step whose update was applied
 
     def serve(self) -> str:
         """Do what the messages say until `Stop`; return its reason."""
@@ -112,7 +113,7 @@ class Worker:
     def log_fingerprints(self) -> None:
         """Write a checksum of each group's state into the log, by which replicas can be compared (property T3)."""
         for group, checksum in sorted(self._trainer.fingerprints().items()):
-            logger.info("state of %s: %016x", group, checksum)
+            logger.info("state of %s after step %d: %016x", group, self._applied, checksum)
 
     # -- a generation
 
@@ -166,6 +167,7 @@ class Worker:
     def _run(self, first_step: int) -> None:
         assert self._begin is not None
         self._trainer.start()
+        self._applied = first_step - 1
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -175,6 +177,7 @@ class Worker:
             commit = self._await_commit(step)
             self._at_moment(Moment.COMMIT, step)
             self._trainer.commit(step, commit.global_norm)
+            self._applied = step
             if self._config.evaluates_after(step):
                 self._evaluate(step)
 
