@@ -46,7 +46,8 @@ class Run:
         """The checksums that the workers logged of each group's state at the end."""
         found: dict[str, list[str]] = {}
         for log in (self.run_dir / "logs").glob("node-*.log"):
-            for group, checksum in re.findall(rf"state of (\S+) after step {STEPS - 1}: ([0-9a-f]{{16}})", log.read_text()):
+            pattern = rf"state of (\S+) after step {STEPS - 1}: ([0-9a-f]{{16}})"
+            for group, checksum in re.findall(pattern, log.read_text()):
                 found.setdefault(group, []).append(checksum)
         return found
 
