@@ -1,7 +1,7 @@
 """The executor: carries out the actions of a node's schedule, microbatch by microbatch.
 
-One thread starts the programs; they run asynchronously, and what comes from other stages is asked for one action ahead,
-so that transfers run beside compute. Every wait for another node is a `Patience.wait`.
+One thread starts the programs; they run asynchronously, a little ahead (pace.py), and what comes from other stages is
+asked for one action ahead, so that transfers run beside compute. Every wait for another node is a `Patience.wait`.
 
 Shapes: B microbatch, T sequence.
 """
@@ -19,6 +19,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.hop import Hop
 from oobleck_jax.execution.layout import NodeLayout
 from oobleck_jax.execution.link import Payload
+from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.stage_runtime import StageRuntime
 from oobleck_jax.inject import AtMoment, Moment
@@ -51,6 +52,7 @@ class Executor:
         self._config, self._dataset, self._layout, self._stages = config, dataset, layout, stages
         self._before, self._after = hops_before, hops_after
         self._at_moment = at_moment
+        self._pace = Pace()
         self._received_s = 0.0
 
     def train(self, step: int, patience: Patience) -> Losses:
@@ -60,6 +62,7 @@ class Executor:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
         """
         self._received_s = 0.0
+        self._pace.begin(patience.abandoned)
         indices = self._dataset.sample_indices(step)
         scale = 1.0 / self._config.tokens_per_step
         losses: list[jax.Array] = []
@@ -76,16 +79,16 @@ class Executor:
             if action.phase is Phase.BACKWARD:
                 if not stage.is_last:  # the last stage did it with its forward
                     dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)
-                    self._send_back(step, action, stage.backward(action.microbatch, dy))
+                    self._send_back(step, action, stage.backward(action.microbatch, dy, self._pace))
                 continue
             randomness = stage.randomness(self._config.seed, step, samples_B)
             x, targets = self._inputs(step, action, self._dataset.tokens(samples_B), patience)
             if stage.is_last:
-                loss, dx = stage.loss_and_backward(x, targets, scale, randomness)
+                loss, dx = stage.loss_and_backward(x, targets, scale, randomness, self._pace)
                 losses.append(loss)
                 self._send_back(step, action, dx)
             else:
-                y = stage.forward(action.microbatch, x, randomness)
+                y = stage.forward(action.microbatch, x, randomness, self._pace)
                 self._after[action.stage].send(Payload.ACTIVATION, step, self._item(action), y)
         return self._total(losses)
 
@@ -96,6 +99,7 @@ class Executor:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
         """
         self._received_s = 0.0
+        self._pace.begin(patience.abandoned)
         losses: list[jax.Array] = []
         num_microbatches = len(self._layout.microbatches)
         for batch in range(self._config.eval_batches):
@@ -110,9 +114,9 @@ class Executor:
                     else:
                         x = stage.put_batch(tokens_BT[:, :-1])
                     if stage.is_last:
-                        losses.append(stage.infer_loss(x, tokens_BT[:, 1:]))
+                        losses.append(stage.infer_loss(x, tokens_BT[:, 1:], self._pace))
                     else:
-                        self._after[index].send(Payload.EVALUATION, step, number, stage.infer(x))
+                        self._after[index].send(Payload.EVALUATION, step, number, stage.infer(x, self._pace))
         return self._total(losses)
 
     # -- helpers
@@ -158,6 +162,7 @@ class Executor:
             self._before[action.stage].send(Payload.GRADIENT, step, self._item(action), dx)
 
     def _total(self, losses: list[jax.Array]) -> Losses:
+        self._pace.finish()
         return Losses(
             loss_sum=float(sum(float(loss) for loss in losses)),
             num_tokens=len(losses) * self._config.microbatch_size * self._config.sequence_length,

@@ -42,7 +42,8 @@ class Home:
         self.num_compilations = 0
         self.compile_s = 0.0
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
-        self._compiling = threading.RLock()
+        self._lock = threading.Lock()  # of the dicts and counts; never held while anything is compiled
+        self._compiling: dict[Hashable, threading.Lock] = {}
 
     def compiled(
         self,
@@ -62,17 +63,30 @@ class Home:
             donate: positions of arguments whose memory the program may reuse.
             out_shardings: shardings of the results, as in `jax.jit`; None lets XLA choose.
         """
-        with self._compiling:  # two threads that need the same program must not both compile it
+        program = self._programs.get(key)
+        if program is not None:
+            return program
+        with self._lock:
+            compiling = self._compiling.setdefault(key, threading.Lock())
+        # Two threads that need the same program must not both compile it, but who needs another one does not wait: a
+        # recovery must not stand behind what is compiled for later.
+        with compiling:
             if key not in self._programs:
-                began_s = time.monotonic()
-                options = {} if out_shardings is None else {"out_shardings": out_shardings}
-                jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
-                lowered = jitted.lower(*arguments)
-                with self._turn(lowered):
-                    self._programs[key] = lowered.compile()
-                self.num_compilations += 1
-                self.compile_s += time.monotonic() - began_s
-            return self._programs[key]
+                self._programs[key] = self._compile(function, arguments, donate, out_shardings)
+        return self._programs[key]
+
+    def _compile(
+        self, function: Callable[..., Any], arguments: Sequence[Any], donate: tuple[int, ...], out_shardings: Any
+    ) -> jax.stages.Compiled:
+        began_s = time.monotonic()
+        options = {} if out_shardings is None else {"out_shardings": out_shardings}
+        lowered = jax.jit(function, donate_argnums=donate, keep_unused=True, **options).lower(*arguments)
+        with self._turn(lowered):
+            program = lowered.compile()
+        with self._lock:
+            self.num_compilations += 1
+            self.compile_s += time.monotonic() - began_s
+        return program
 
     @contextmanager
     def _turn(self, lowered: jax.stages.Lowered) -> Iterator[None]:

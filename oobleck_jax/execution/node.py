@@ -23,7 +23,7 @@ from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
-from oobleck_jax.execution.layout import Bucket, NodeLayout, buckets_of, groups_of, layout_of
+from oobleck_jax.execution.layout import Bucket, LocalStage, NodeLayout, buckets_of, groups_of, layout_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
 from oobleck_jax.execution.patience import Patience
@@ -106,6 +106,8 @@ class NodeTrainer:
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
         self._groups = groups_of(model)
+        tokens_BT = jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)
+        self._x_specs = input_specs(model.layers, self._functions, tokens_BT)
         self._stages: dict[int, StageRuntime] = {}  # of the current generation
         self._held: dict[int, StageRuntime] = {}  # those that have the state after the last commit
         self._executor: Executor | None = None
@@ -204,9 +206,12 @@ class NodeTrainer:
 
     def _load(self, received: Mapping[str, GroupState]) -> None:
         """Fill the prepared stages: with what was held, else received, else (before the first step) made anew."""
-        needed = {name for stage in self._stages.values() for name in stage.groups}
-        states = self._held_states(needed) | dict(received)
-        for name in sorted(needed - states.keys()):
+        for stage in self._stages.values():
+            for held in self._held.values():
+                stage.adopt(held)
+        missing = {name for stage in self._stages.values() for name in stage.missing}
+        states = self._held_states(missing) | dict(received)
+        for name in sorted(missing - states.keys()):
             assert self._generation.step == 0, f"nobody holds {name} after step {self._generation.step - 1}"
             states[name] = self._builder.initial(name, self._config.seed)
         for stage in self._stages.values():
@@ -301,18 +306,16 @@ class NodeTrainer:
         return tuple(self._generation.ranks[holder] for holder in bucket.holders)
 
     def _make_stages(self, layout: NodeLayout) -> dict[int, StageRuntime]:
-        tokens_BT = jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)
-        x_specs = input_specs(self._model.layers, self._functions, tokens_BT)
-        return {
-            local.index: StageRuntime(
-                local,
-                model=self._model,
-                home=self.home,
-                library=self._library,
-                builder=self._builder,
-                microbatch=self._microbatch,
-                x_spec=x_specs[local.stage.first_layer],
-                remat=self._config.remat,
-            )
-            for local in layout.stages
-        }
+        return {local.index: self._make_stage(local) for local in layout.stages}
+
+    def _make_stage(self, local: LocalStage) -> StageRuntime:
+        return StageRuntime(
+            local,
+            model=self._model,
+            home=self.home,
+            library=self._library,
+            builder=self._builder,
+            microbatch=self._microbatch,
+            x_spec=self._x_specs[local.stage.first_layer],
+            remat=self._config.remat,
+        )

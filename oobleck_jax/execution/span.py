@@ -12,9 +12,8 @@ be compiled before the first failure.
 Shapes: B microbatch, T sequence, N layers of the span, P parameters of a layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -35,6 +34,21 @@ from oobleck_jax.execution.layer_functions import (
 
 SpanParams: TypeAlias = tuple[Params, dict[str, Params]]
 """(own parameters stacked `[N, ...]`, tied parameters by attribute stacked `[1, ...]`)."""
+
+
+class _program:
+    """A property that is computed once. Unlike `functools.cached_property` before Python 3.12 it holds no lock that all
+    spans share: one thread compiles for later while another one recovers."""
+
+    def __init__(self, make: Callable[["Span"], jax.stages.Compiled]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __get__(self, span: "Span | None", owner: type) -> Any:
+        if span is None:
+            return self
+        program = span.__dict__[self._make.__name__] = self._make(span)
+        return program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +138,7 @@ class Span:
 
     # -- programs
 
-    @cached_property
+    @_program
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
         specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
@@ -133,7 +147,7 @@ class Span:
             shardings = jax.tree.map(lambda _: self.devices.replicated, jax.eval_shape(self._forward, *specs))
         return self.home.compiled((self.key, "forward"), self._forward, specs, out_shardings=shardings)
 
-    @cached_property
+    @_program
     def backward(self) -> jax.stages.Compiled:
         """`(params, x, residuals, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
         shapes = self.residual_shapes
@@ -153,7 +167,7 @@ class Span:
             (self.key, "backward"), backward, specs, donate=(4,), out_shardings=self._gradient_shardings
         )
 
-    @cached_property
+    @_program
     def loss_and_gradients(self) -> jax.stages.Compiled:
         """`(params, x, targets, scale, acc, randomness, layer) -> loss, acc, dx`; `acc` is donated.
 
@@ -187,7 +201,7 @@ class Span:
         shardings = (scalar.sharding, *self._gradient_shardings)
         return self.home.compiled((self.key, "loss"), loss_and_gradients, specs, donate=(4,), out_shardings=shardings)
 
-    @cached_property
+    @_program
     def infer(self) -> jax.stages.Compiled:
         """`(params, x) -> y` without randomness."""
         zero = jnp.int32(0)
@@ -198,7 +212,7 @@ class Span:
             out_shardings=self.y_spec.sharding,
         )
 
-    @cached_property
+    @_program
     def infer_loss(self) -> jax.stages.Compiled:
         """`(params, x, targets) -> loss`, the sum over the tokens, without randomness."""
         return self.home.compiled(
@@ -208,7 +222,7 @@ class Span:
             out_shardings=self.devices.replicated,
         )
 
-    @cached_property
+    @_program
     def zeros(self) -> jax.stages.Compiled:
         """`() -> acc`, empty gradient sums."""
         specs = self.accumulator_specs
@@ -219,7 +233,7 @@ class Span:
             out_shardings=jax.tree.map(lambda spec: spec.sharding, specs),
         )
 
-    @cached_property
+    @_program
     def flatten(self) -> jax.stages.Compiled:
         """`(acc) -> (own[N, P], {attribute: [1, P]})`, gradient sums as rows of float32."""
         return self.home.compiled(

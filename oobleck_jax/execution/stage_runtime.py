@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from oobleck_jax.config import Remat
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
+from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.span import Span, SpanKey, SpanLibrary, SpanParams
 from oobleck_jax.execution.state import GroupState, ParameterRun, StateBuilder
 from oobleck_jax.model import LayeredModel
@@ -110,9 +110,21 @@ class StageRuntime:
         calls += [partial(self._builder.compile_update, names, self.devices) for names in self.run_names]
         return calls
 
+    def adopt(self, held: "StageRuntime") -> None:
+        """Take over what a held stage has in the very form that this one needs. Both have it until one is dropped."""
+        if held.devices.key == self.devices.key:
+            self._runs |= {names: held._runs[names] for names in self.run_names if names in held._runs}
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The groups whose state the stage does not have yet."""
+        return tuple(name for names in self.run_names if names not in self._runs for name in names)
+
     def load(self, states: Mapping[str, GroupState]) -> None:
-        """Take the parameters and optimizer state of the stage's groups."""
-        self._runs = {names: self._builder.stack(names, states, self.devices) for names in self.run_names}
+        """Take the parameters and optimizer state of the groups that are missing."""
+        for names in self.run_names:
+            if names not in self._runs:
+                self._runs[names] = self._builder.stack(names, states, self.devices)
 
     def states(self, wanted: Collection[str]) -> dict[str, GroupState]:
         """Return the states of those of the stage's groups that are wanted, as numpy arrays.
@@ -137,20 +149,20 @@ class StageRuntime:
         self._saved.clear()
         self._accumulators = []
 
-    def forward(self, microbatch: int, x: jax.Array, randomness: Any) -> jax.Array:
+    def forward(self, microbatch: int, x: jax.Array, randomness: Any, pace: Pace) -> jax.Array:
         """Run a microbatch forward; not for the last stage, whose forward is part of `loss_and_backward`."""
         saved: list[tuple[Any, Any]] = []
         for number, (_, span) in enumerate(self._spans):
-            x = self._forward_span(number, span, x, randomness, saved)
+            x = self._forward_span(number, span, x, randomness, saved, pace)
         self._saved[microbatch] = saved
         return x
 
-    def backward(self, microbatch: int, dy: jax.Array) -> jax.Array | None:
+    def backward(self, microbatch: int, dy: jax.Array, pace: Pace) -> jax.Array | None:
         """Run a microbatch backward; returns the gradient of its input, None on the first stage."""
-        return self._backward_spans(self._saved.pop(microbatch), dy)
+        return self._backward_spans(self._saved.pop(microbatch), dy, pace)
 
     def loss_and_backward(
-        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any
+        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any, pace: Pace
     ) -> tuple[jax.Array, jax.Array | None]:
         """Run a microbatch forward and backward on the last stage.
 
@@ -159,9 +171,11 @@ class StageRuntime:
         """
         saved: list[tuple[Any, Any]] = []
         for number, (_, span) in enumerate(self._spans[:-1]):
-            x = self._forward_span(number, span, x, randomness, saved)
+            x = self._forward_span(number, span, x, randomness, saved, pace)
         span = self._spans[-1][1]
-        loss, self._accumulators[-1], dx = span.loss_and_gradients(
+        loss, self._accumulators[-1], dx = pace.run(
+            (span.key, "loss"),
+            span.loss_and_gradients,
             self._params(-1),
             x,
             self.put_batch(targets),
@@ -170,19 +184,19 @@ class StageRuntime:
             randomness,
             self._layer_numbers[-1],
         )
-        return loss, self._backward_spans(saved, dx)
+        return loss, self._backward_spans(saved, dx, pace)
 
-    def infer(self, x: jax.Array) -> jax.Array:
-        """Run a microbatch forward without gradients; not for the last stage."""
-        for number, (_, span) in enumerate(self._spans):
-            x = span.infer(self._params(number), x)
+    def infer(self, x: jax.Array, pace: Pace) -> jax.Array:
+        """Run a microbatch forward without gradients; of the last stage all but the last layer."""
+        for number, (_, span) in enumerate(self._spans[:-1] if self.is_last else self._spans):
+            x = pace.run((span.key, "infer"), span.infer, self._params(number), x)
         return x
 
-    def infer_loss(self, x: jax.Array, targets: np.ndarray) -> jax.Array:
+    def infer_loss(self, x: jax.Array, targets: np.ndarray, pace: Pace) -> jax.Array:
         """Return the loss summed over a microbatch's tokens, without gradients; for the last stage."""
-        for number, (_, span) in enumerate(self._spans[:-1]):
-            x = span.infer(self._params(number), x)
-        return self._spans[-1][1].infer_loss(self._params(-1), x, self.put_batch(targets))
+        span = self._spans[-1][1]
+        x = self.infer(x, pace)
+        return pace.run((span.key, "infer_loss"), span.infer_loss, self._params(-1), x, self.put_batch(targets))
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Return the gradient sums by group, float32[P] each; a tied group's contributions are added up."""
@@ -216,18 +230,20 @@ class StageRuntime:
 
     # -- helpers
 
-    def _forward_span(self, number: int, span: Span, x: jax.Array, randomness: Any, saved: list[Any]) -> jax.Array:
-        y, residuals = span.forward(self._params(number), x, randomness, self._layer_numbers[number])
+    def _forward_span(
+        self, number: int, span: Span, x: jax.Array, randomness: Any, saved: list[Any], pace: Pace
+    ) -> jax.Array:
+        arguments = (self._params(number), x, randomness, self._layer_numbers[number])
+        y, residuals = pace.run((span.key, "forward"), span.forward, *arguments)
         saved.append((x, residuals))
         return y
 
-    def _backward_spans(self, saved: Sequence[tuple[Any, Any]], dy: jax.Array | None) -> jax.Array | None:
+    def _backward_spans(self, saved: Sequence[tuple[Any, Any]], dy: jax.Array | None, pace: Pace) -> jax.Array | None:
         for number in reversed(range(len(saved))):
             x, residuals = saved[number]
-            backward = self._spans[number][1].backward
-            self._accumulators[number], dy = backward(
-                self._params(number), x, residuals, dy, self._accumulators[number]
-            )
+            span = self._spans[number][1]
+            arguments = (self._params(number), x, residuals, dy, self._accumulators[number])
+            self._accumulators[number], dy = pace.run((span.key, "backward"), span.backward, *arguments)
         return dy
 
     def _params(self, number: int) -> SpanParams:
@@ -240,8 +256,8 @@ class StageRuntime:
     def _tied_names(self, layer_span: LayerSpan) -> dict[str, str]:
         return dict(self._model.layers[layer_span.first_layer].tied)
 
-    def _put(self, value: Any) -> jax.Array:
-        return jax.device_put(jnp.asarray(value), self.devices.replicated)
+    def _put(self, value: np.ndarray | np.generic) -> jax.Array:
+        return jax.device_put(value, self.devices.replicated)
 
 
 def _own_groups(layer_span: LayerSpan) -> tuple[str, ...]:
