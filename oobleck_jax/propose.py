@@ -9,6 +9,7 @@ from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.plan_text import read_plan
+from oobleck_jax.planning.ahead import stages_ahead
 from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId, Plan, Stage, check_plan
 from oobleck_jax.planning.planner import plan_from, templates_for
@@ -65,12 +66,12 @@ class Proposer:
             PlanError: see `first`.
         """
         if self.given is not None and set(self.given.nodes) <= set(nodes):
-            return Proposal(plan=self.given, reason="given by --plan")
+            return Proposal(plan=self.given, reason="given by --plan", ahead=self._ahead())
         return self._replanned(nodes, holdings) if any(holdings.values()) else self._planned(nodes)
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
         planning = plan_from(self._templates(len(nodes)), nodes=nodes, fault_tolerance=self.config.fault_tolerance)
-        return Proposal(plan=planning.plan, reason=planning.reason)
+        return Proposal(plan=planning.plan, reason=planning.reason, ahead=self._ahead())
 
     def _replanned(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
         reconfiguration = reconfigure(
@@ -81,7 +82,15 @@ class Proposer:
         )
         planning = reconfiguration.planning
         moved = f"{len(reconfiguration.copies)} layer states ({reconfiguration.num_bytes / 1e6:.1f} MB) to copy"
-        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}")
+        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}", ahead=self._ahead())
+
+    def _ahead(self) -> tuple[Stage, ...]:
+        """Return the stages that any plan of the run may need; always the same, so that a recovery has it at hand."""
+        num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
+        if not fault_tolerance:
+            return ()
+        templates = self._templates(num_nodes)
+        return stages_ahead(templates, num_nodes=num_nodes, max_nodes=num_nodes, fault_tolerance=fault_tolerance)
 
     def _templates(self, num_nodes: int) -> Templates:
         return templates_for(

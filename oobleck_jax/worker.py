@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -27,6 +27,7 @@ from oobleck_jax.elastic.messages import (
     Abandon,
     Begin,
     Commit,
+    CompiledAhead,
     Evaluated,
     Failed,
     GroupReport,
@@ -40,7 +41,8 @@ from oobleck_jax.elastic.messages import (
     WorkerReady,
 )
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
-from oobleck_jax.execution.fabric import Fabric, GlooFabric
+from oobleck_jax.execution.background import Background
+from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
@@ -79,6 +81,7 @@ class Worker:
         self._connect_fabric = connect_fabric
         self._fabric: Fabric | None = None
         self._begin: Begin | None = None
+        self._background = Background("background")
         self._applied = -1  # the last step whose update was applied
 
     def serve(self) -> str:
@@ -145,6 +148,8 @@ class Worker:
                 node=self._node,
                 generation=begin.generation,
                 num_compilations=self._trainer.home.num_compilations,
+                num_new_compilations=preparation.num_compilations,
+                received_bytes=preparation.received_bytes,
                 seconds={**preparation.seconds, "fabric": time.monotonic() - prepared_s},
             )
         )
@@ -156,10 +161,11 @@ class Worker:
         self._control.send(Progress(node=self._node, generation=generation, phase=phase, done=done, total=total))
 
     def _drop_fabric(self) -> None:
+        self._background.stop()  # the next generation needs the cores first
         if self._begin is not None:
             self._trainer.abandon()  # first, because sums are views of the fabric's memory
         if self._fabric is not None:
-            self._fabric.close()
+            self._fabric.drop()
         self._fabric = self._begin = None
 
     # -- steps
@@ -168,6 +174,7 @@ class Worker:
         assert self._begin is not None
         self._trainer.start()
         self._applied = first_step - 1
+        self._background.begin(self._prepare_for_losses(self._begin))
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -180,6 +187,15 @@ class Worker:
             self._applied = step
             if self._config.evaluates_after(step):
                 self._evaluate(step)
+
+    def _prepare_for_losses(self, begin: Begin) -> Iterator[None]:
+        """Do what must not be left to the next recovery, piece by piece, in the background."""
+        free_dropped_fabrics()
+        yield
+        rank = [member.node for member in begin.members].index(self._node)
+        for done, total in self._trainer.compile_ahead(begin.ahead, rank=rank, num_ranks=len(begin.members)):
+            self._control.send(CompiledAhead(node=self._node, generation=begin.generation, done=done, total=total))
+            yield
 
     def _vote(self, step: int, result: StepResult) -> Vote:
         assert self._begin is not None

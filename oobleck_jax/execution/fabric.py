@@ -7,12 +7,12 @@ collectives run over Gloo. A sum is an ordinary jitted all-reduce over a mesh of
     warm      compile and run each sum once, which makes the communicators   all nodes together, in one order
     detach    leave the coordination service, whose end can now harm nobody
     sum ...   until a node dies
-    close     drop everything, however stuck
+    drop      leave everything, however stuck
 
 A CPU program as cheap as a sum runs inside the thread that calls it, and a collective then blocks that thread, for ever
 if the wrong node dies: in Gloo's ring only the neighbours of the dead node get an error. So each channel has a thread
 and a device of its own, and nobody waits for such a thread but by `SumHandle.wait`. A thread that is stuck when the
-fabric is closed ends when its collective does (`XLA_FLAGS=--xla_cpu_collective_timeout_seconds=N` bounds that), and
+fabric is dropped ends when its collective does (`XLA_FLAGS=--xla_cpu_collective_timeout_seconds=N` bounds that), and
 what it holds is freed then.
 """
 
@@ -80,8 +80,8 @@ class Fabric(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Drop the fabric. Sums on their way are lost, and results hold on to it: copy what should stay."""
+    def drop(self) -> None:
+        """Drop the fabric, at once. Sums on their way are lost, and results hold on to it: copy what should stay."""
         ...
 
 
@@ -158,20 +158,23 @@ class GlooFabric:
         return self._channels[channel].sum(ranks, vector)
 
     def close(self) -> None:
-        self.detach()
-        self._drop_channels()
-        _free_dropped_clients()
+        """Drop the fabric and free what it had."""
+        channels = self._channels
+        self.drop()
+        for channel in channels:
+            channel.join(_JOIN_LIMIT_S)
+        del channels
+        free_dropped_fabrics()
 
-    def _drop_channels(self) -> None:
+    def drop(self) -> None:
+        self.detach()
         channels, self._channels = self._channels, ()
         for channel in channels:
             channel.stop()
-        for channel in channels:
-            channel.join(_JOIN_LIMIT_S)
 
 
-def _free_dropped_clients() -> None:
-    """Free the threads, descriptors and memory of clients that nobody uses any more.
+def free_dropped_fabrics() -> None:
+    """Free the threads, descriptors and memory of fabrics that were dropped.
 
     JAX's caches of shardings and the like refer to a client (the home's programs are compiled ahead of time and are not
     touched by clearing them), and a client and its devices refer to each other. The collection takes 100 ms in a

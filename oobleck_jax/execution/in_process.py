@@ -222,7 +222,7 @@ class InProcessFabric:
         self._counts[ranks, channel] = count + 1
         return self._sums.contribute(ranks, channel, count, self._rank, np.asarray(vector))
 
-    def close(self) -> None:
+    def drop(self) -> None:
         self._sums = None
 
 

@@ -8,8 +8,9 @@ Shapes: B microbatch, T sequence.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ import numpy as np
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
+from oobleck_jax.execution.compilations import num_compilations
 from oobleck_jax.execution.executor import Executor, Losses
 from oobleck_jax.execution.fabric import Fabric
 from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
-from oobleck_jax.execution.layout import Bucket, LocalStage, NodeLayout, buckets_of, groups_of, layout_of
+from oobleck_jax.execution.layout import Bucket, LocalStage, NodeLayout, buckets_of, groups_of, layout_of, spans_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
 from oobleck_jax.execution.patience import Patience
@@ -34,7 +36,7 @@ from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of
 from oobleck_jax.inject import AtMoment, Moment
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
 from oobleck_jax.planning.reconfigure import State, copies_of
 
 
@@ -55,6 +57,7 @@ class Generation:
 class Preparation:
     """What getting ready for a generation took."""
 
+    num_compilations: int  # programs that were not ready, with the small ones that JAX compiles unasked
     received_bytes: int  # of layer states
     seconds: dict[str, float]  # compile, copy
 
@@ -129,18 +132,14 @@ class NodeTrainer:
         Raises:
             Abandoned, PeerLost, Stalled, StateDamaged: a state does not come.
         """
-        began_s = time.monotonic()
+        began_s, num_compilations_before = time.monotonic(), num_compilations()
         self._generation = generation
         self._buckets = buckets_of(self._groups, generation.plan)
         layout = layout_of(self._model, generation.plan, generation.node)
         self._stages = self._make_stages(layout)
         transfer = self._transfer(generation)
         transfer.offer(self._held_states(transfer.outgoing))
-        calls = [
-            call
-            for stage in self._stages.values()
-            for call in stage.compilations(with_evaluation=self._config.eval_every > 0)
-        ]
+        calls = [call for stage in self._stages.values() for call in self._compilations(stage).values()]
         for done, call in enumerate(calls):
             progress("compile", done, len(calls))
             call()
@@ -160,9 +159,34 @@ class NodeTrainer:
             at_moment=self._at_moment,
         )
         return Preparation(
+            num_compilations=num_compilations() - num_compilations_before,
             received_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
             seconds={"compile": compiled_s - began_s, "copy": copied_s - compiled_s},
         )
+
+    def compile_ahead(self, stages: Iterable[Stage], *, rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+        """Compile what any node may need for these stages; yield (done, total) before each program and at the end.
+
+        Of several nodes that share a persistent cache, each compiles another part first, in the given order, and finds
+        the rest in the cache. May run in another thread than the rest, beside it.
+
+        Args:
+            stages: those that are needed first come first.
+            rank: of this node among the `num_ranks` that do the same.
+        """
+        calls: dict[Hashable, Callable[[], Any]] = {}
+        for stage in stages:
+            spans = spans_of(self._model, stage.layers)
+            local = LocalStage(pipeline=0, index=0, stage=stage, spans=spans, previous=None, next=None)
+            for key, call in self._compilations(self._make_stage(local)).items():
+                calls.setdefault(key, call)
+        ordered = list(calls.values())
+        mine = ordered[rank::num_ranks]
+        others = [call for number, call in enumerate(ordered) if number % num_ranks != rank]
+        for done, call in enumerate(mine + others):
+            yield done, len(ordered)
+            call()
+        yield len(ordered), len(ordered)
 
     def start(self) -> None:
         """Everybody is prepared: what the node held only for others is dropped."""
@@ -307,6 +331,9 @@ class NodeTrainer:
 
     def _make_stages(self, layout: NodeLayout) -> dict[int, StageRuntime]:
         return {local.index: self._make_stage(local) for local in layout.stages}
+
+    def _compilations(self, stage: StageRuntime) -> dict[Hashable, Callable[[], Any]]:
+        return stage.compilations(with_evaluation=self._config.eval_every > 0)
 
     def _make_stage(self, local: LocalStage) -> StageRuntime:
         return StageRuntime(

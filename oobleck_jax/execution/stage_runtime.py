@@ -3,7 +3,7 @@
 Shapes: B microbatch, T sequence, N layers of a span, P parameters of a layer.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,16 +98,18 @@ class StageRuntime:
     def groups(self) -> tuple[str, ...]:
         return tuple(name for names in self.run_names for name in names)
 
-    def compilations(self, *, with_evaluation: bool) -> list[Callable[[], Any]]:
-        """Return one call for each program of the stage; each compiles its program, or finds it compiled."""
-        calls: list[Callable[[], Any]] = []
+    def compilations(self, *, with_evaluation: bool) -> dict[Hashable, Callable[[], Any]]:
+        """Return a call for each program of the stage, by what it is; it compiles the program, or finds it compiled."""
+        calls: dict[Hashable, Callable[[], Any]] = {}
         for _, span in self._spans:
             names = ["loss_and_gradients"] if span.key.is_last else ["forward", "backward"]
             names += ["zeros", "flatten"]
             if with_evaluation:
                 names.append("infer_loss" if span.key.is_last else "infer")
-            calls += [partial(getattr, span, name) for name in names]
-        calls += [partial(self._builder.compile_update, names, self.devices) for names in self.run_names]
+            calls |= {(span.key, name): partial(getattr, span, name) for name in names}
+        for names in self.run_names:
+            key = self._builder.update_key(names, self.devices)
+            calls[key] = partial(self._builder.compile_update, names, self.devices)
         return calls
 
     def adopt(self, held: "StageRuntime") -> None:

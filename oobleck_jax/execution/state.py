@@ -126,12 +126,16 @@ class StateBuilder:
 
         All but the factors are donated.
         """
-        count, shapes = len(names), self.shapes(names[0])
-        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes))
-        key = ("update", str(jax.tree.structure(shapes)), leaves, count, devices.key, self._optimizer)
+        key = self.update_key(names, devices)
         if key not in self._updates:
             self._updates[key] = self._compile_update(key, names, devices)
         return self._updates[key]
+
+    def update_key(self, names: Sequence[str], devices: StageDevices) -> Hashable:
+        """Return what the program of `compile_update` depends on."""
+        shapes = self.shapes(names[0])
+        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes))
+        return "update", str(jax.tree.structure(shapes)), leaves, len(names), devices.key, self._optimizer
 
     def _compile_update(self, key: Hashable, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
         count = len(names)
