@@ -10,6 +10,7 @@ the log.
 
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -237,13 +238,32 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFiles:
-    """Writes what happens into the run directory, line by line, each complete as soon as the call returns."""
+    """Writes what happens into the run directory, line by line, each complete as soon as the call returns.
 
-    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+    Attributes:
+        num_metrics: steps whose metrics there were when the files were opened; the journal may be ahead by one.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, goes_on_after: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open the files.
+
+        Args:
+            run_dir: where they are.
+            goes_on_after: append to what is there, which counts so many committed steps; None: begin anew.
+            clock: seconds since 1970.
+        """
+        self.num_metrics = 0
         self._clock = clock
-        self._events = (run_dir / "events.jsonl").open("wb", buffering=0)
-        self._metrics = (run_dir / "metrics.jsonl").open("wb", buffering=0)
-        self._journal = (run_dir / "journal.jsonl").open("wb", buffering=0)
+        paths = [run_dir / name for name in ("events.jsonl", "metrics.jsonl", "journal.jsonl")]
+        if goes_on_after is None:
+            kept = [0, 0, 0]
+        else:
+            metrics = complete_lines(paths[1])[:goes_on_after]
+            self.num_metrics = len(metrics)
+            kept = [len(b"".join(lines)) for lines in (complete_lines(paths[0]), metrics, complete_lines(paths[2]))]
+        self._events, self._metrics, self._journal = (_open_after(*file) for file in zip(paths, kept, strict=True))
 
     def write(self, record: Record) -> None:
         """Write a record to the file it belongs to."""
@@ -267,17 +287,32 @@ class RunFiles:
             file.close()
 
 
+def _open_after(path: Path, num_bytes: int) -> FileIO:
+    """Open a file to append to its first bytes; what comes after them is dropped."""
+    file = path.open("ab", buffering=0)
+    file.truncate(num_bytes)
+    return file
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, except for a last one that was not written to its end; none if there is no file."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
 def _with_time(record: Record, now: float) -> bytes:
     return msgspec.json.encode({"time": round(now, 3), **msgspec.to_builtins(record)}) + b"\n"
 
 
 def read_events(path: Path) -> Iterator[tuple[float, Record]]:
-    """Yield (seconds since 1970, record) for each line of an events or journal file.
+    """Yield (seconds since 1970, record) for each line of an events or journal file that is complete.
 
     Raises:
         msgspec.ValidationError: a line is not a record.
     """
     decoder = msgspec.json.Decoder(Record)
-    with path.open("rb") as file:
-        for line in file:
-            yield msgspec.json.decode(line)["time"], decoder.decode(line)
+    for line in complete_lines(path):
+        yield msgspec.json.decode(line)["time"], decoder.decode(line)

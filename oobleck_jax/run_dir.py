@@ -3,6 +3,7 @@
 config.json      the configuration, with the preset's name
 events.jsonl     what happened; metrics.jsonl: one object for each step; journal.jsonl: commit decisions (events.py)
 logs/node-K.log  what the agent and the worker of node K printed
+coordinator.json how to reach the coordinator, with the secret of the run: only its owner can read it
 lock             held by the coordinator as long as it lives
 """
 
@@ -11,7 +12,36 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from oobleck_jax.errors import ConfigError
+
+
+class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of this machine."""
+
+    pid: int
+    began_s: float  # since 1970: another process that has its number later began later
+
+
+class Contact(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the coordinator of a run, and what it has started."""
+
+    address: str  # host:port
+    token: str | None
+    tls_authority: str | None  # file of certificates to trust; None: no TLS
+    pid: int  # of the coordinator
+    agents: dict[int, ProcessId] = {}  # on its machine, by node
+
+
+def read_contact(run_dir: Path) -> Contact | None:
+    """Return how to reach the coordinator that has, or had, a run directory; None: there was none."""
+    try:
+        return msgspec.json.decode((run_dir / "coordinator.json").read_bytes(), type=Contact)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{run_dir / 'coordinator.json'} cannot be read: {error}") from None
 
 
 class RunDir:
@@ -42,6 +72,14 @@ class RunDir:
 
     def log_path(self, node: int) -> Path:
         return self.path / "logs" / f"node-{node}.log"
+
+    def write_contact(self, contact: Contact) -> None:
+        """Tell how to reach this process; a reader sees all of it or what was there before."""
+        draft = self.path / "coordinator.json.new"
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(contact) + b"\n")
+        draft.replace(self.path / "coordinator.json")
 
     def close(self) -> None:
         os.close(self._lock)  # and with it the lock

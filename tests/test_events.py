@@ -47,6 +47,19 @@ def test_a_line_is_complete_as_soon_as_it_is_written(tmp_path: Path) -> None:
     files.close()
 
 
+def test_files_that_go_on_lose_only_what_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(b'{"a":1}\n{"b"')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":0}\n{"step":1}\n{"st')
+    (tmp_path / "journal.jsonl").write_bytes(b"x\n")
+    files = RunFiles(tmp_path, goes_on_after=1, clock=lambda: 1.0)
+    assert files.num_metrics == 1
+    files.write(COMMITTED)
+    files.close()
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"a":1}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":0}\n'  # not more steps than the journal has
+    assert (tmp_path / "journal.jsonl").read_bytes().startswith(b'x\n{"time":1.0')
+
+
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"time":1.0,"event":"invented"}\n')
     with pytest.raises(msgspec.ValidationError, match="invented"):
