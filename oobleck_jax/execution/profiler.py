@@ -15,16 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from oobleck_jax.config import RunConfig
+from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
-from oobleck_jax.execution.layout import groups_of
+from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.span import Span, SpanKey
+from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.estimate import DeviceRates, adamw_state
+from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per_byte
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
 
 _NUM_SCANNED = 2  # layers of a kind that are timed together, as a stage scans them
+_REPETITIONS = 9  # timed runs of a program
+_LIMIT_S = 3.0  # after this, two of them are enough
 
 
 def measure_profile(
@@ -33,7 +37,7 @@ def measure_profile(
     home: Home,
     link: Rate,
     sum_rate: Rate,
-    repetitions: int = 5,
+    repetitions: int = _REPETITIONS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Profile:
     """Return a profile measured on the home's devices.
@@ -41,7 +45,7 @@ def measure_profile(
     Args:
         link: of an activation between nodes; see `scripts/profile.py` for how it is measured.
         sum_rate: of a gradient sum between nodes.
-        repetitions: timed runs of each program; the median counts.
+        repetitions: timed runs of each program; the median counts. Fewer where a run takes seconds.
         progress: told (kind of layer, done, total).
     """
     model = config.model.build()
@@ -57,7 +61,8 @@ def measure_profile(
             span = _span(config, model, kind, x_specs[kind], home, devices)
             costs[kind].append(_measure(span, repetitions))
             outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
-    progress("layers", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
+    progress("update", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
+    update_s_per_byte = _measure_update(config, model, x_specs, home, repetitions)
     return _profile(
         config,
         model,
@@ -67,6 +72,7 @@ def measure_profile(
         outputs=outputs,
         link=link,
         sum_rate=sum_rate,
+        update_s_per_byte=update_s_per_byte,
     )
 
 
@@ -115,6 +121,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
         outputs=outputs,
         link=rates.link,
         sum_rate=rates.sum,
+        update_s_per_byte=update_s_per_byte(rates),
     )
 
 
@@ -161,11 +168,40 @@ def _measure(span: Span, repetitions: int) -> LayerCost:
 def _median_s(call: Callable[[], Any], repetitions: int) -> float:
     jax.block_until_ready(call())  # the first run touches memory for the first time
     times_s: list[float] = []
-    for _ in range(repetitions):
+    while len(times_s) < repetitions and (len(times_s) < 2 or sum(times_s) < _LIMIT_S):
         began_s = time.perf_counter()
         jax.block_until_ready(call())
         times_s.append(time.perf_counter() - began_s)
     return statistics.median(times_s)
+
+
+def _measure_update(
+    config: RunConfig, model: LayeredModel, x_specs: dict[str, jax.ShapeDtypeStruct], home: Home, repetitions: int
+) -> float:
+    """Return the seconds per byte of gradients that a node needs to gather, check and apply them.
+
+    The kind of layer with the most parameters stands for all.
+    """
+    functions = _functions(model)
+    sizes = [num_elements(functions[layer.kind].own_shapes) for layer in model.layers]
+    kind = model.layers[sizes.index(max(sizes))].kind
+    devices = StageDevices(home.devices[:1])
+    span = _span(config, model, kind, x_specs[kind], home, devices)
+    numbers = [number for number, layer in enumerate(model.layers) if layer.kind == kind][: span.key.num_layers]
+    names = [own_group(number) for number in numbers]
+    builder = StateBuilder(model, functions, groups_of(model), config.optimizer, home)
+    empty = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), builder.state_shapes(names[0]))
+    run = builder.stack(names, dict.fromkeys(names, empty), devices)
+
+    def update() -> Any:
+        nonlocal run
+        gradient_NP = np.asarray(span.flatten(span.zeros())[0])
+        for name, row in zip(names, gradient_NP, strict=True):
+            report(name, row)
+        run = builder.update(run, np.stack(gradient_NP), 1.0, 0.0, devices)
+        return run.params
+
+    return _median_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
 
 
 def _random_arguments(span: Span) -> tuple[Any, jax.Array, Any, Any, jax.Array]:
@@ -274,6 +310,7 @@ def _profile(
     outputs: dict[str, int],
     link: Rate,
     sum_rate: Rate,
+    update_s_per_byte: float,
 ) -> Profile:
     functions = _functions(model)
     tied = [group for group in groups_of(model) if group.attribute is not None]
@@ -304,4 +341,5 @@ def _profile(
         ),
         link=link,
         sum=sum_rate,
+        update_s_per_byte=update_s_per_byte,
     )

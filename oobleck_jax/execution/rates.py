@@ -2,9 +2,10 @@
 
 The parent measures; the peer, a second process, offers arrays and takes part in the sums:
 
-    python -m oobleck_jax.execution.rates ADDRESS_OF_THE_COORDINATION_SERVICE
+    python -m oobleck_jax.execution.rates ADDRESS_OF_THE_COORDINATION_SERVICE [CORE]
 """
 
+import os
 import statistics
 import subprocess
 import sys
@@ -30,16 +31,18 @@ _REPETITIONS = 8
 _SUMS = tuple(((0, 1), size) for size in (_SMALL, _LARGE))
 
 
-def measure_rates() -> tuple[Rate, Rate]:
+def measure_rates(*, peer_core: int | None = None) -> tuple[Rate, Rate]:
     """Return the rates of the link and of sums between two processes of this machine.
+
+    Args:
+        peer_core: where the second process runs; None: where this one does.
 
     Raises:
         PeerLost, Stalled: the second process ended, or took more than a minute.
     """
     service = start_coordination_service("127.0.0.1:0", 2)
-    peer = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, service.address], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", __spec__.name, service.address, *([] if peer_core is None else [str(peer_core)])]
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     watchdog = threading.Timer(_LIMIT_S, peer.kill)  # so that reading its output ends
     watchdog.start()
     try:
@@ -124,4 +127,6 @@ def _be_peer(address: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        os.sched_setaffinity(0, {int(sys.argv[2])})
     _be_peer(sys.argv[1])

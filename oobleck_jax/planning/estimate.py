@@ -127,7 +127,17 @@ def estimate_profile(
         tied_groups=tied,
         link=rates.link,
         sum=rates.sum,
+        update_s_per_byte=update_s_per_byte(rates),
     )
+
+
+def update_s_per_byte(rates: DeviceRates) -> float:
+    """Return the time to gather, check and apply a byte of gradients: 12 passes over memory.
+
+    Gathering reads and writes it, checking reads it twice; AdamW reads gradient, parameter and two moments, and writes
+    back the last three, and what clipping makes of the gradient.
+    """
+    return 12 / rates.memory_bytes_per_s
 
 
 def _layer(

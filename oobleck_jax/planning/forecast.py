@@ -2,7 +2,7 @@
 
 Finer than the cost model that partitions are chosen by: forward and backward are separate, activations and gradients
 travel while others compute, and each bucket of gradients is summed as soon as all its holders have it, one after the
-other on each node, last layers first.
+other on each node, last layers first. Then every node updates its layers.
 """
 
 from collections import Counter
@@ -35,6 +35,7 @@ class Forecast:
     step_s: float
     compute_s: float  # until the last pipeline has done its last backward
     exposed_sum_s: float  # of the gradient sums, the time after that
+    update_s: float  # of the parameters, after the sums
     bubble_fraction: float  # of the time of all devices of working nodes, what they do not compute in
     stages: tuple[tuple[StageForecast, ...], ...]  # of each pipeline
 
@@ -44,7 +45,8 @@ class PlanTimes:
     """When the parts of a step end, in nanoseconds from its start."""
 
     compute_ns: int  # the last backward of the last pipeline
-    step_ns: int  # the last gradient sum
+    sums_ns: int  # the last gradient sum
+    step_ns: int  # the last update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +67,14 @@ def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tup
     kinds = list(dict.fromkeys(kind for count in counts for kind in count))
     ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number in kinds])
     ends_of = {kind: tuple(ends.tolist()) for kind, ends in zip(kinds, ends_ns, strict=True)}
+    updates_ns = {template: _update_ns(template, profile, costs) for template, _ in kinds}
     times: list[PlanTimes] = []
     for count in counts:
         compute_ns = max(max(ends_of[kind]) for kind in count)
         sums_ns = _sums_end_ns([(kind[0], number, ends_of[kind]) for kind, number in count.items()], profile)
-        times.append(PlanTimes(compute_ns=compute_ns, step_ns=max(compute_ns, sums_ns)))
+        sums_ns = max(compute_ns, sums_ns)
+        step_ns = sums_ns + max(updates_ns[template] for template, _ in count)
+        times.append(PlanTimes(compute_ns=compute_ns, sums_ns=sums_ns, step_ns=step_ns))
     return tuple(times)
 
 
@@ -104,7 +109,8 @@ def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
     return Forecast(
         step_s=step_s,
         compute_s=ends.compute_ns / NS_PER_S,
-        exposed_sum_s=(ends.step_ns - ends.compute_ns) / NS_PER_S,
+        exposed_sum_s=(ends.sums_ns - ends.compute_ns) / NS_PER_S,
+        update_s=(ends.step_ns - ends.sums_ns) / NS_PER_S,
         bubble_fraction=1 - busy_s / (step_s * num_devices) if step_s else 0.0,
         stages=tuple(stages),
     )
@@ -221,3 +227,11 @@ def _sums_end_ns(kinds: Sequence[tuple[Template, int, tuple[int, ...]]], profile
             free_ns |= dict.fromkeys(ready_ns, bucket_end_ns)
             end_ns = max(end_ns, bucket_end_ns)
     return end_ns
+
+
+def _update_ns(template: Template, profile: Profile, costs: Costs) -> int:
+    """Return how long the stage that updates the most bytes on each of its devices needs for it."""
+    num_bytes = max(
+        int(costs.gradient_bytes[stage.first_layer, stage.end_layer]) // stage.num_devices for stage in template.stages
+    )
+    return round(num_bytes * profile.update_s_per_byte * NS_PER_S)

@@ -88,6 +88,7 @@ class Profile:
     tied_groups: tuple[TiedGroup, ...]
     link: Rate  # an activation or layer state from one node to another
     sum: Rate  # bytes that a node sends in a sum over its holders
+    update_s_per_byte: float = 0.0  # of gradients: to gather, check and apply them, once per step
 
     @property
     def num_layers(self) -> int:
@@ -139,6 +140,8 @@ def check_profile(profile: Profile) -> None:
             raise PlanError(f"tied group {group.name} lists layers {group.layers} of {profile.num_layers}")
     if min(profile.link.bytes_per_s, profile.sum.bytes_per_s) <= 0:
         raise PlanError("link and sum need rates above 0 bytes per second")
+    if profile.update_s_per_byte < 0:
+        raise PlanError(f"updates take {profile.update_s_per_byte} seconds per byte; they cannot take less than none")
 
 
 def _numbers(cost: LayerCost) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ def measured(config):
     profile = measure_profile(
         config, home=home, link=RATE, sum_rate=RATE, repetitions=1, progress=lambda *news: told.append(news)
     )
-    assert told[-1] == ("layers", 6, 6)
+    assert told[-1] == ("update", 6, 6)
     return profile
 
 
@@ -38,6 +38,7 @@ def test_a_measured_profile_is_complete(config, measured):
     for layer in measured.layers:
         assert [cost.num_devices for cost in layer.costs] == [1, 2]
         assert all(cost.backward_s > 0 for cost in layer.costs)
+    assert measured.update_s_per_byte > 0
     parameters = sum(layer.state.parameter_bytes for layer in measured.layers)
     parameters += sum(group.state.parameter_bytes for group in measured.tied_groups)
     assert parameters == 4 * config.model.num_parameters

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -59,6 +61,14 @@ def test_first_stage_sums_last_and_the_others_hide_theirs() -> None:
     # Two holders of 20 bytes each send all of them once: 2 units. The second stage ended 4 units (a backward) earlier.
     assert forecast.compute_s == pytest.approx((2 + 2 - 1) * 6 * UNIT_S)
     assert forecast.exposed_sum_s == pytest.approx(2 * UNIT_S)
+
+
+def test_every_node_updates_its_layers_after_the_sums() -> None:
+    profile = replace(uniform_profile(4, state_bytes=10), update_s_per_byte=UNIT_S / 10)
+    costs = tabulate(profile, devices_per_node=1, num_microbatches=2, device_memory_bytes=10**6)
+    forecast = forecast_plan(even_plan(profile, 2, num_microbatches=2), profile, costs)
+    assert forecast.update_s == pytest.approx(2 * UNIT_S)  # two layers of 10 bytes
+    assert forecast.step_s == pytest.approx((2 + 2 - 1) * 6 * UNIT_S + 2 * UNIT_S)
 
 
 def test_memory_counts_state_and_the_microbatches_in_flight() -> None:
