@@ -43,7 +43,7 @@ from oobleck_jax.elastic.messages import (
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
-from oobleck_jax.execution.home import Home
+from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
@@ -272,7 +272,8 @@ def main() -> None:
     welcome = control.receive()
     if not isinstance(welcome, Welcome):
         return
-    _set_up_jax(arguments.compilation_cache)
+    if arguments.compilation_cache is not None:
+        use_compilation_cache(arguments.compilation_cache)
     gc.collect()
     gc.freeze()  # what was imported stays for good: recovery collects garbage, and need not look at it
     try:
@@ -328,13 +329,6 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
         connect_fabric=connect,
         at_moment=injector,
     )
-
-
-def _set_up_jax(compilation_cache: Path | None) -> None:
-    if compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(compilation_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _pin(cores: tuple[int, ...]) -> None:

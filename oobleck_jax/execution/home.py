@@ -102,6 +102,13 @@ class Home:
             yield
 
 
+def use_compilation_cache(folder: Path) -> None:
+    """Let JAX keep every program that it compiles in a folder, and look there first."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
