@@ -26,6 +26,7 @@ class RunOptions:
     preset: str = DEFAULT_PRESET  # decides the defaults of all flags below "training": {presets}, or FILE.py:FUNCTION
     run_dir: Path | None = None  # folder of the results (default: runs/PRESET-DATE-TIME)
     plan: str | None = None  # use this plan: a JSON file, or a line such as "0-5,5-10 | 0-10" (layers of each stage)
+    profile: str | None = None  # costs to plan with: a file of scripts/profile.py, or "estimate" (default: measure)
     print_schedule: bool = False  # print the schedule of each pipeline, and run nothing
     summary_json: Path | None = None  # write a summary of the run into this file
     device_memory_gib: float | None = (

@@ -35,6 +35,35 @@ class Proposer:
     device_memory_bytes: int
     given: Plan | None = None
 
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the plans depend on what layers cost: not where there is nothing to choose."""
+        is_decided = self.given is not None or self.config.nodes * self.config.devices_per_node == 1
+        return self.config.fault_tolerance > 0 or not is_decided
+
+    def check(self) -> None:
+        """Refuse what cannot be planned, whatever layers cost.
+
+        Raises:
+            PlanError, NotEnoughNodes: see `first`.
+        """
+        num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
+        if self.given is None:
+            if num_nodes <= fault_tolerance:
+                raise NotEnoughNodes(
+                    f"--nodes {num_nodes} is too few for --fault-tolerance {fault_tolerance}, which needs "
+                    f"{fault_tolerance + 1} pipelines; add nodes, or lower --fault-tolerance",
+                    num_nodes=num_nodes,
+                    num_needed=fault_tolerance + 1,
+                )
+            return
+        self._check_given(self.given)
+        if len(self.given.pipelines) <= fault_tolerance:
+            raise PlanError(
+                f"--plan has {len(self.given.pipelines)} pipelines, but --fault-tolerance {fault_tolerance} needs "
+                f"{fault_tolerance + 1}; add pipelines, or lower --fault-tolerance"
+            )
+
     def first(self) -> Proposal:
         """Return the plan to begin with.
 
@@ -42,16 +71,12 @@ class Proposer:
             PlanError: there is none, or the user's breaks a rule.
             NotEnoughNodes: --nodes are too few for the model, or for --fault-tolerance.
         """
+        self.check()
         num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
         nodes = tuple(NodeId(node) for node in range(num_nodes))
-        proposal = self._planned(nodes) if self.given is None else self._check_given(self.given, nodes)
+        proposal = self.replan(nodes, {})
         if len(proposal.plan.pipelines) > fault_tolerance:
             return proposal
-        if self.given is not None:
-            raise PlanError(
-                f"--plan has {len(self.given.pipelines)} pipelines, but --fault-tolerance {fault_tolerance} needs "
-                f"{fault_tolerance + 1}; add pipelines, or lower --fault-tolerance"
-            )
         raise NotEnoughNodes(
             f"--nodes {num_nodes} is too few for --fault-tolerance {fault_tolerance}, which needs "
             f"{fault_tolerance + 1} pipelines ({proposal.reason}); add nodes, or lower --fault-tolerance",
@@ -101,13 +126,14 @@ class Proposer:
             device_memory_bytes=self.device_memory_bytes,
         )
 
-    def _check_given(self, plan: Plan, nodes: tuple[NodeId, ...]) -> Proposal:
+    def _check_given(self, plan: Plan) -> None:
         check_plan(
             plan,
             num_layers=self.config.model.num_layers,
             num_microbatches=self.config.num_microbatches,
             devices_per_node=self.config.devices_per_node,
         )
+        nodes = range(self.config.nodes)
         if absent := sorted(set(plan.nodes) - set(nodes)):
             raise NotEnoughNodes(
                 f"--plan uses {len(plan.nodes)} nodes ({list(plan.nodes)}), but --nodes {len(nodes)} gives only "
@@ -115,7 +141,6 @@ class Proposer:
                 num_nodes=len(nodes),
                 num_needed=max(plan.nodes) + 1,
             )
-        return Proposal(plan=plan, reason="given by --plan")
 
 
 def make_proposer(config: RunConfig, *, plan: str | None, device_memory_bytes: int) -> Proposer:

@@ -24,9 +24,19 @@ from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
 from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
 from oobleck_jax.errors import ConfigError, RunFailed
 from oobleck_jax.inject import check_injections, parse_injections
+from oobleck_jax.launch import available_cores
+from oobleck_jax.measured_profile import (
+    ESTIMATE,
+    LIMIT_S,
+    Place,
+    Profiler,
+    place_of,
+    read_profile,
+)
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
 from oobleck_jax.planning.plan import NodeId
-from oobleck_jax.propose import make_proposer, memory_per_device, schedule_text
+from oobleck_jax.planning.profile import Profile
+from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_device, schedule_text
 from oobleck_jax.run_dir import RunDir
 from oobleck_jax.session import SIGNALS, Session, Setting, config_digest, software_versions
 
@@ -83,17 +93,21 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         else memory_per_device(config.devices_per_node * max(num_local, 1))
     )
     proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes)
-    proposal = proposer.first()
-    if line.run.print_schedule:
-        print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
-        return 0
-
+    proposer.check()
     injections = parse_injections(line.run.inject)
     check_injections(injections, num_nodes=config.nodes, steps=config.steps, is_local=process is None)
     host = "127.0.0.1" if process is None else process.host
     listen_host = host if host in LOOPBACK else "0.0.0.0"
     check_exposure(listen_host, token)
     tls = _server_tls(line.cluster)
+    if line.run.profile is not None or (has_nodes and proposer.needs_costs):
+        place = place_of(num_nodes=config.nodes, cores=available_cores() if process is None else ())
+        proposer = replace(proposer, profile=_profile(line, config, place))
+    proposal = proposer.first()
+    if line.run.print_schedule:
+        print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
+        return 0
+
     if process is None and token is None:
         token = secrets.token_hex()  # nobody else on this machine takes part by accident
         nodes = replace(nodes, token=token)
@@ -148,7 +162,6 @@ class _Nodes:
         """
         run, cluster = self.line.run, self.line.cluster
         host_name = socket.gethostname()
-        cache = run.compilation_cache or Path.home() / ".cache" / "oobleck_jax" / host_name
         # A certificate that signs itself is its own authority.
         authority = cluster.tls_authority or cluster.tls_certificate
         return AgentOptions(
@@ -162,11 +175,27 @@ class _Nodes:
             tls_authority=None if authority is None else str(authority),
             worker_command=self.worker_command,
             log_dir=None if log_dir is None else str(log_dir),
-            compilation_cache=str(cache),
+            compilation_cache=str(_compilation_cache(run.compilation_cache)),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
             worker_stop_s=1.5 * run.patience,
         )
+
+
+def _profile(line: CommandLine, config: RunConfig, place: Place) -> Profile:
+    """Return the costs to plan with: those that the user gives, else measured ones."""
+    if line.run.profile == ESTIMATE:
+        return estimated_profile(config)
+    if line.run.profile is not None:
+        return read_profile(Path(line.run.profile), config)
+    profiler = Profiler(
+        compilation_cache=_compilation_cache(line.run.compilation_cache),
+        place=place,
+        versions=software_versions(),
+        limit_s=LIMIT_S * line.run.patience,
+        say=lambda text: print(text, file=sys.stderr, flush=True),  # noqa: T201
+    )
+    return profiler.profile(line.run.preset, config)
 
 
 def _find_process(line: CommandLine, *, has_nodes: bool) -> ProcessPlace | None:
@@ -195,3 +224,7 @@ def _server_tls(cluster: ClusterOptions) -> ssl.SSLContext | None:
 def _default_run_dir(preset: str) -> Path:
     name = Path(preset.partition(":")[0]).stem if ":" in preset else preset
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _compilation_cache(given: Path | None) -> Path:
+    return given or Path.home() / ".cache" / "oobleck_jax" / socket.gethostname()
