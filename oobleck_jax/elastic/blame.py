@@ -32,6 +32,7 @@ class Cause:
     what: str  # a sentence without its full stop; names the node
     detail: str = ""  # log tail or traceback
     noticed_s: float
+    is_agent: bool = False  # the agent is lost, too: no new worker can be had of it
 
     @property
     def guilty(self) -> NodeId | None:

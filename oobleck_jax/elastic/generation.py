@@ -1,4 +1,4 @@
-"""One generation: a plan that is carried out. Its barrier, the votes of the step in progress, its evaluations."""
+"""One generation: a plan that is carried out. Its members, its barrier, the votes of the step in progress."""
 
 import math
 from collections import deque
@@ -9,8 +9,10 @@ from oobleck_jax import events
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.blame import suspects
 from oobleck_jax.elastic.limits import Limits
+from oobleck_jax.elastic.node import Node
+from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.elastic.votes import Decision, Fault, decide
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.plan import NodeId
 
 
 _WAITING_S = 2.5  # a wait that has not been told of again for so long is over; it is repeated every second
@@ -32,26 +34,43 @@ class Generation:
 
     Attributes:
         number: of the generation.
+        proposal: its plan, and why it has this one.
         plan: what it carries out.
-        members: the nodes that take part, ascending; the position is the rank in its fabric. Those that work, and spare
-            nodes that have the state of layers, which others may need.
+        workers: the nodes that work, and vote, ascending.
+        members: the nodes that prepare, ascending; the position is the rank in its fabric. Those that work, and others
+            that have the state of layers: spare ones, and leaving ones while somebody may need what they have.
         step: the step in progress.
     """
 
     def __init__(
         self,
         number: int,
-        plan: Plan,
+        proposal: Proposal,
         *,
         holdings: Mapping[NodeId, tuple[int, ...]],
+        leaving: Collection[NodeId] = (),
         first_step: int,
         evaluation_step: int | None,
         now_s: float,
     ) -> None:
+        """Begin.
+
+        Args:
+            holdings: layers whose state after the last commit each node has.
+            leaving: nodes outside the plan that are still there.
+            first_step: the step to begin with.
+            evaluation_step: the committed step whose evaluation comes first, if there is one.
+        """
         self.number = number
-        self.plan = plan
-        holders = [node for node in plan.spare_nodes if holdings.get(node)]
-        self.members = tuple(sorted([*(node for pipeline in plan.pipelines for node in pipeline.nodes), *holders]))
+        self.proposal = proposal
+        self.plan = plan = proposal.plan
+        self.workers = tuple(sorted(node for pipeline in plan.pipelines for node in pipeline.nodes))
+        lacked = {
+            layer for node in self.workers for layer in plan.layers_of(node) if layer not in holdings.get(node, ())
+        }
+        sources = [node for node in plan.spare_nodes if holdings.get(node)]
+        sources += [node for node in leaving if lacked.intersection(holdings.get(node, ()))]
+        self.members = tuple(sorted([*self.workers, *sources]))
         self.step = first_step
         self._began_s = now_s
         self._prepared: dict[NodeId, messages.Prepared] = {}
@@ -66,6 +85,34 @@ class Generation:
     def evaluation_step(self) -> int | None:
         """The committed step whose evaluation is not complete, if there is one."""
         return None if self._evaluation is None else self._evaluation.step
+
+    def begin(
+        self, nodes: Sequence[Node], *, fabric_address: str, cores: Mapping[NodeId, tuple[int, ...]]
+    ) -> messages.Begin:
+        """Return what tells the members to prepare.
+
+        Args:
+            nodes: the members, ascending.
+            fabric_address: of the coordination service of this generation.
+            cores: to run on; nodes that may use any are left out.
+        """
+        return messages.Begin(
+            generation=self.number,
+            plan=self.plan,
+            members=tuple(
+                messages.Member(
+                    node=node.node,
+                    link_address=node.link_address,
+                    cores=cores.get(node.node, ()),
+                    holds=node.holds,
+                )
+                for node in nodes
+            ),
+            fabric_address=fabric_address,
+            step=self.step,
+            ahead=self.proposal.ahead,
+            evaluate_first=self._evaluation is not None,
+        )
 
     def add_prepared(self, prepared: messages.Prepared) -> bool:
         """Take note of a member that is prepared; return whether all are."""
@@ -90,13 +137,13 @@ class Generation:
         """Take note of a vote; return what the step amounts to once all are in."""
         self._votes[vote.node] = vote
         self._waits.pop(vote.node, None)
-        if len(self._votes) < len(self.members):
+        if len(self._votes) < len(self.workers):
             return None
         return decide(self._votes, tokens_per_step=tokens_per_step)
 
     def has_vote(self, node: NodeId) -> bool:
-        """Whether a node may vote on the step in progress: it is a member, and has not voted yet."""
-        return node in self.members and node not in self._votes
+        """Whether a node may vote on the step in progress: it works, and has not voted yet."""
+        return node in self.workers and node not in self._votes
 
     def commit(self, decision: Decision, *, evaluates: bool, now_s: float) -> events.Committed:
         """Go on to the next step; return the record of the decision."""
@@ -125,7 +172,7 @@ class Generation:
         self._evaluation.reports[evaluated.node] = evaluated
         if self._evaluation.missing:
             return None
-        reports = [self._evaluation.reports[node] for node in self.members if node in self._evaluation.reports]
+        reports = [self._evaluation.reports[node] for node in self.workers if node in self._evaluation.reports]
         sums = [report.loss_sum for report in reports if report.loss_sum is not None]
         num_tokens = sum(report.num_tokens for report in reports)
         is_finite = len(sums) == len(reports) and num_tokens > 0
@@ -163,7 +210,7 @@ class Generation:
         Args:
             stopped: members whose worker is stopped by a signal.
         """
-        late = [node for node in self.members if node not in self._votes]
+        late = [node for node in self.workers if node not in self._votes]
         if self._evaluation is not None:
             late = sorted(self._evaluation.missing)
         waits = {

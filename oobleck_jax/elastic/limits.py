@@ -1,4 +1,4 @@
-"""How long each wait may last. One number, `patience`, scales all of them."""
+"""How long each wait may last, and how often anything is tried again. One number, `patience`, scales all times."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ class Limits:
     """The longest time, in seconds, that anything may take before somebody is held to account for it."""
 
     gather_s: float = 300.0  # all nodes join
+    reattach_s: float = 5.0  # the agents of a coordinator that died find its successor
     ready_s: float = 120.0  # a node that joined has its worker ready (imports jax, finds its devices)
+    settle_s: float = 2.0  # a node that is ready waits for others that are about to be, so that one regroup takes all
     fabric_s: float = 20.0  # JAX's coordination service of a generation starts
     prepare_s: float = 180.0  # a node that prepares tells of progress, or is done
     first_step_s: float = 60.0  # the first step, and the first evaluation, of a generation
@@ -20,13 +22,23 @@ class Limits:
     verdict_s: float = 1.0  # a better explanation of a failure comes in
     stop_s: float = 3.0  # all nodes leave when told to stop
     step_multiple: float = 4.0  # of the usual time, see step_s
+    backoff_s: float = 2.0  # wait before the second new worker of a node; doubles with each further one
+    forgive_s: float = 180.0  # a worker that was well for so long makes up for all failures of its node before
+    max_failures: int = 5  # of a node's workers, before the node is excluded
+    max_attempts_per_step: int = 10  # generations that are lost in the same step, before the run ends
+    max_blameless_attempts: int = 3  # of them in a row, with nobody to blame
 
     def scaled(self, patience: float) -> "Limits":
-        """Return the limits, all of them multiplied by `patience`."""
-        return replace(self, **{field.name: patience * getattr(self, field.name) for field in fields(self)})
+        """Return the limits, all times multiplied by `patience`; counts stay as they are."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: patience * value for name, value in values.items() if isinstance(value, float)})
 
     def step_limit_s(self, recent_steps_s: Sequence[float]) -> float:
         """Return how long the next step may take, given how long the recent steps of this generation took."""
         if not recent_steps_s:
             return self.first_step_s
         return max(self.step_s, self.step_multiple * statistics.median(recent_steps_s))
+
+    def backoff_after_s(self, num_failures: int) -> float:
+        """Return how long to wait before a node's worker is started anew: not at all after its first failure."""
+        return self.backoff_s * 2 ** (num_failures - 2) if num_failures > 1 else 0.0

@@ -23,25 +23,55 @@ class Node:
     """What is known of a node. Belongs to the machine, which changes it."""
 
     node: NodeId
+    name: str  # of its host, for people
     connection: ConnectionId
-    incarnation: int
+    incarnation: int  # of its worker
     heard_s: float  # last sign of life of the agent
-    since_s: float  # in its state, or since its last progress
+    since_s: float  # in its state, or since its last progress; a worker that starts later: when it does
     state: NodeState = NodeState.STARTING
+    ready_s: float | None = None  # when its worker became ready
     link_address: str = ""
+    holds: tuple[int, ...] = ()  # layers whose state after the last commit its worker has
     stopped_since_s: float | None = None  # its worker, by a signal
+    leaves: str | None = None  # why it has been asked to leave
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is not NodeState.STARTING
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has been told of the current generation."""
+        return self.state in (NodeState.PREPARING, NodeState.RUNNING)
+
+    def enter(self, state: NodeState, now_s: float) -> None:
+        self.state, self.since_s = state, now_s
 
 
-def deadlines_of(node: Node, limits: Limits) -> Iterator[tuple[float, str]]:
-    """Yield the waits for one node: when each ends, and what is wrong with the node then."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overdue:
+    """A wait for one node: when it ends, and what is wrong with the node then."""
+
+    when_s: float
+    what: str
+    is_agent: bool = False  # with its agent, not only with its worker
+
+
+def deadlines_of(node: Node, limits: Limits) -> Iterator[Overdue]:
+    """Yield the waits for one node."""
     who = f"node {node.node}"
-    yield node.heard_s + limits.heartbeat_s, f"the agent of {who} has been silent for {limits.heartbeat_s:.1f} s"
+    yield Overdue(
+        when_s=node.heard_s + limits.heartbeat_s,
+        what=f"the agent of {who} has been silent for {limits.heartbeat_s:.1f} s",
+        is_agent=True,
+    )
     if node.stopped_since_s is not None:
         what = f"the worker of {who} has been stopped by a signal (SIGSTOP) for {limits.stopped_s:.1f} s"
-        yield node.stopped_since_s + limits.stopped_s, what
+        yield Overdue(when_s=node.stopped_since_s + limits.stopped_s, what=what)
     if node.state is NodeState.STARTING:
-        what = f"the worker of {who} was not ready {limits.ready_s:.0f} s after it joined"
-        yield node.since_s + limits.ready_s, what
+        began = "it joined" if not node.incarnation else f"its start as incarnation {node.incarnation}"
+        what = f"the worker of {who} was not ready {limits.ready_s:.0f} s after {began}"
+        yield Overdue(when_s=node.since_s + limits.ready_s, what=what)
     if node.state is NodeState.PREPARING:
         what = f"{who} prepared for {limits.prepare_s:.0f} s without any progress"
-        yield node.since_s + limits.prepare_s, what
+        yield Overdue(when_s=node.since_s + limits.prepare_s, what=what)

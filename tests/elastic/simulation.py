@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from oobleck_jax import events
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import (
     ConnectionId,
@@ -14,9 +15,11 @@ from oobleck_jax.elastic.effects import (
     Received,
     Send,
     StartFabric,
+    Tick,
     Write,
 )
 from oobleck_jax.elastic.membership import Membership, Phase
+from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import Terms
 from oobleck_jax.planning.plan import NodeId, Plan
 from tests.elastic.plans import NUM_LAYERS, TOKENS_PER_MICROBATCH, terms
@@ -38,30 +41,97 @@ class Simulation:
     nodes: "dict[ConnectionId, Node]" = field(default_factory=dict)
     fabrics: list[StartFabric] = field(default_factory=list)
     history: list[Effect] = field(default_factory=list)
+    dies_at_commit: bool = False  # the coordinator, as soon as the next decision is written
+    num_connections: int = 0
+    first_connection: int = 0  # of this coordinator
+    num_restarts: int = 0
 
     def __post_init__(self) -> None:
         self.machine = Membership(self.terms, self.now_s)
 
     def feed(self, given: Input) -> tuple[Effect, ...]:
         effects = self.machine.handle(given, self.now_s)
-        self.history += effects
         for effect in effects:
+            self.history.append(effect)
             match effect:
                 case Send(connection=connection, message=message):
-                    self.nodes[connection].inbox.append(message)
+                    if connection in self.nodes:
+                        self.nodes[connection].inbox.append(message)
                 case StartFabric():
                     self.fabrics.append(effect)
+                case Write(record=events.Committed()) if self.dies_at_commit:
+                    self.restart()
+                    break  # it got no further
                 case _:
                     pass
         return effects
 
+    def connect(self, node: "Node") -> None:
+        """Give a node a new connection; what was on its way on an old one is lost."""
+        self.nodes.pop(node.connection, None)
+        node.connection = ConnectionId(self.num_connections)
+        self.num_connections += 1
+        self.nodes[node.connection] = node
+        node.inbox.clear()
+        node.outbox.clear()
+
     def join(self, node: int | None = None, **changes: Any) -> "Node":
-        connection = ConnectionId(len(self.nodes))
+        member = Node(ConnectionId(-1))
+        self.connect(member)
         values: dict[str, Any] = {"versions": {"jax": "0.10"}, "num_devices": 1, "incarnation": 0, **changes}
-        member = self.nodes[connection] = Node(connection)
-        join = messages.Join(name=f"host-{connection}", node=None if node is None else NodeId(node), **values)
-        self.feed(Received(connection=connection, message=join))
+        name = f"host-{member.connection}"
+        join = messages.Join(name=name, node=None if node is None else NodeId(node), **values)
+        self.feed(Received(connection=member.connection, message=join))
         return member
+
+    def rejoin(self, node: "Node") -> None:
+        """Let a node join again on a new connection, with its worker if that is ready."""
+        self.connect(node)
+        has_worker = node.is_alive and node.is_ready
+        if not has_worker:
+            node.is_alive, node.is_ready = True, False
+            node.incarnation += 1
+        join = messages.Join(
+            name=f"host-{node.connection}",
+            node=node.id,
+            versions={"jax": "0.10"},
+            num_devices=1,
+            incarnation=node.incarnation,
+            worker=ready(node.id, node.incarnation) if has_worker else None,
+            held=node.held if has_worker else None,
+        )
+        self.feed(Received(connection=node.connection, message=join))
+
+    def restart(self) -> None:
+        """The coordinator dies, and its successor reads what it wrote. The nodes have no connection then."""
+        self.dies_at_commit = False
+        self.num_restarts += 1
+        self.first_connection = self.num_connections
+        self.fabrics.clear()
+        known = [node for node in self.nodes.values() if node.has_agent and node.id >= 0]
+        for node in self.nodes.values():
+            node.inbox.clear()
+            node.outbox.clear()
+        committed = next(iter(self.records(events.Committed)[-1:]), None)
+        evaluated = [record.step for record in self.records(events.Evaluated)]
+        resumed = Resumption(
+            generation=max((record.generation for record in self.records(events.Planned)), default=0),
+            committed=committed,
+            nodes=tuple(sorted({node.id for node in known})),
+            evaluated=committed is not None and committed.step in evaluated,
+        )
+        self.machine = Membership(self.terms, self.now_s, resumed)
+        self.feed(Tick())
+
+    def knows(self, node: "Node") -> bool:
+        """Whether this coordinator, and not only the one before it, has heard of a node on its connection."""
+        return node.connection >= self.first_connection
+
+    def reattach(self) -> None:
+        """All agents that live, and have no connection with this coordinator, join again."""
+        for node in list(self.nodes.values()):
+            if node.has_agent and node.id >= 0 and not self.knows(node):
+                self.rejoin(node)
 
     def say(self, node: "Node", message: messages.ToCoordinator) -> tuple[Effect, ...]:
         return self.feed(Received(connection=node.connection, message=message))
@@ -72,7 +142,9 @@ class Simulation:
 
     def deliver(self, node: "Node") -> None:
         while node.outbox:
-            self.say(node, node.outbox.popleft())
+            message = node.outbox.popleft()
+            if self.knows(node):
+                self.say(node, message)
 
     def round(self) -> None:
         """Let every node deal with what came in, and hear what it says."""
@@ -83,7 +155,7 @@ class Simulation:
     def beat(self) -> None:
         """Every agent that lives gives a sign of life."""
         for node in self.nodes.values():
-            if node.has_agent and node.id >= 0:
+            if node.has_agent and node.id >= 0 and self.knows(node):
                 self.say(node, messages.Heartbeat(node=node.id, is_worker_stopped=node.is_stopped))
 
     def pump_steps(self, num_steps: int) -> None:
@@ -100,7 +172,7 @@ class Simulation:
     def pump(self) -> None:
         """Let everything happen that needs no time and no fault, until nothing is left to do."""
         while True:
-            busy = any(node.is_alive and (node.inbox or node.outbox) for node in self.nodes.values())
+            busy = any(node.has_agent and (node.inbox or node.outbox) for node in self.nodes.values())
             if not busy and not self.fabrics:
                 return
             if self.fabrics:
@@ -123,30 +195,67 @@ class Simulation:
 
 
 class Node:
-    """A node that does what it is told, and checks that it may."""
+    """An agent and its worker that do what they are told, and check that they may."""
 
     def __init__(self, connection: ConnectionId) -> None:
         self.connection = connection
         self.inbox: deque[messages.ToNode] = deque()
         self.outbox: deque[messages.ToCoordinator] = deque()
-        self.is_alive = True
         self.has_agent = True
-        self.is_stopped = False  # by a signal, as its agent sees it
         self.id = NodeId(-1)
+        self.incarnation = -1
+        self._start(0)
+        self.is_alive = True  # the worker
+
+    def _start(self, incarnation: int) -> None:
+        """Start a worker."""
+        self.incarnation = incarnation
+        self.is_alive = True
+        self.is_ready = False
+        self.is_stopped = False  # by a signal, as its agent sees it
         self.plan: Plan | None = None
         self.generation = 0
+        self.run_generation = 0
         self.state_step: dict[int, int] = {}  # of each layer it holds: the step that was applied last
+
+    @property
+    def held(self) -> messages.Held | None:
+        """What the agent knows of its worker."""
+        if not self.run_generation:
+            return None
+        (step,) = set(self.state_step.values()) or {-1}
+        return messages.Held(generation=self.run_generation, step=step, layers=tuple(self.state_step))
 
     def work(self) -> None:
         """Deal with what came in."""
-        while self.inbox and self.is_alive:
+        while self.inbox and self.has_agent:
             self._take(self.inbox.popleft())
 
     def _take(self, message: messages.ToNode) -> None:
         match message:
+            case messages.Respawn():
+                assert message.incarnation > self.incarnation
+                if self.is_alive or self.is_stopped:
+                    self.outbox.append(exited(self.id, -9, self.incarnation))
+                self._start(message.incarnation)
+                self._get_ready()
+            case messages.Stop() | messages.Refused():
+                self.is_alive = self.has_agent = False
             case messages.Welcome():
                 self.id = message.node
-                self.outbox.append(ready(self.id))
+                if not self.is_ready:
+                    self._get_ready()
+            case _ if self.is_alive:
+                self._work_on(message)
+            case _:
+                pass  # the worker is dead, or stopped
+
+    def _get_ready(self) -> None:
+        self.is_ready = True
+        self.outbox.append(ready(self.id, self.incarnation))
+
+    def _work_on(self, message: messages.ToNode) -> None:
+        match message:
             case messages.Begin():
                 assert message.generation > self.generation, "M1: an old generation came back"
                 me = next(member for member in message.members if member.node == self.id)
@@ -158,6 +267,7 @@ class Node:
                 assert self.plan is not None
                 # It has copied what it did not hold, and drops what it need not.
                 self.state_step = dict.fromkeys(self.plan.layers_of(self.id), message.step - 1)
+                self.run_generation = message.generation
                 if self.begin.evaluate_first:
                     self._evaluate(message.step - 1)
                 self._vote(message.step)
@@ -168,8 +278,6 @@ class Node:
                     self.state_step[layer] = message.step
                 self._evaluate(message.step)
                 self._vote(message.step + 1)
-            case messages.Stop() | messages.Refused():
-                self.is_alive = False
             case _:
                 pass
 

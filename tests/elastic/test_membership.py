@@ -98,7 +98,7 @@ def test_one_node_too_many_and_a_late_one_are_refused() -> None:
     simulation.join()
     simulation.join()
     simulation.join()
-    assert simulation.sent(messages.Refused)[-1].reason == "the run has all of its 2 nodes"
+    assert simulation.sent(messages.Refused)[-1].reason == "the run has 2 of at most 2 nodes; raise --max-nodes"
     simulation.round()
     simulation.join()
     assert "the run has begun" in simulation.sent(messages.Refused)[-1].reason
@@ -281,18 +281,15 @@ def test_a_fabric_that_cannot_start_ends_the_run() -> None:
 def test_survivors_redo_the_step_in_the_next_generation() -> None:
     simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
     simulation.deliver(nodes[0])
-    simulation.say(nodes[1], exited(nodes[1].id, -9))
     nodes[1].is_alive = False
+    simulation.say(nodes[1], exited(nodes[1].id, -9))
     assert [message.generation for message in simulation.sent(messages.Abandon)] == [1, 1, 1]
-    simulation.round()
-    simulation.start_fabric()
-    simulation.round()
-    simulation.round()
     assert simulation.machine.generation == 2
+    simulation.start_fabric()
     begin = simulation.sent(messages.Begin)[-1]
     assert begin.step == 2
     assert [(member.node, member.holds) for member in begin.members] == [(0, (0, 1)), (2, (0, 1)), (3, (2, 3))]
-    simulation.round()
+    simulation.pump_steps(1)
     assert [record.step for record in simulation.records(events.Committed)][:3] == [0, 1, 2]
 
 

@@ -43,15 +43,26 @@ class AnyRun(RuleBasedStateMachine):
         steps=st.integers(1, 6),
         eval_every=st.integers(1, 3),
         num_late=st.sampled_from([0, 0, 0, 0, 1]),
+        num_leaves=st.integers(0, 2),
+        num_more=st.integers(0, 2),
     )
     def begin(
-        self, on_loss: OnLoss, num_faults: int, num_nodes: int, steps: int, eval_every: int, num_late: int
+        self,
+        on_loss: OnLoss,
+        num_faults: int,
+        num_nodes: int,
+        steps: int,
+        eval_every: int,
+        num_late: int,
+        num_leaves: int,
+        num_more: int,
     ) -> None:
-        self.faults_left = num_faults
+        self.faults_left, self.leaves_left = num_faults, num_leaves
         self.simulation = Simulation(
             terms(
                 on_loss=on_loss,
                 num_nodes=num_nodes,
+                max_nodes=num_nodes + num_more,
                 steps=steps,
                 evaluates_after=lambda step: (step + 1) % eval_every == 0,
                 limits=Limits(gather_s=30.0, ready_s=20.0, prepare_s=20.0, first_step_s=20.0),
@@ -99,7 +110,7 @@ class AnyRun(RuleBasedStateMachine):
         node = self.pick(index)
         if node.is_alive and node.id >= 0:
             node.is_alive = False
-            node.outbox.append(exited(node.id, exit_code))
+            node.outbox.append(exited(node.id, exit_code, node.incarnation))
 
     @precondition(lambda self: self.faults_left)
     @rule(index=index, is_collateral=st.booleans())
@@ -109,7 +120,7 @@ class AnyRun(RuleBasedStateMachine):
         if node.is_alive and node.id >= 0:
             node.is_alive = False
             node.outbox.append(failure(node.id, "PeerLost: gone" if is_collateral else "ValueError: boom"))
-            node.outbox.append(exited(node.id, 1))
+            node.outbox.append(exited(node.id, 1, node.incarnation))
 
     @precondition(lambda self: self.faults_left)
     @rule(index=index)
@@ -118,6 +129,72 @@ class AnyRun(RuleBasedStateMachine):
         node = self.pick(index)
         node.is_alive = node.has_agent = False
         self.simulation.feed(Disconnected(connection=node.connection, reason="reset by peer"))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index, is_seen=st.booleans())
+    def connection_flaps(self, index: int, is_seen: bool) -> None:
+        """A connection breaks, and its agent has a new one: before or after the coordinator sees the old one end."""
+        self.faults_left -= 1
+        node = self.pick(index)
+        old = node.connection
+        if not node.has_agent or node.id < 0:
+            return
+        if is_seen:
+            self.simulation.feed(Disconnected(connection=old, reason="reset by peer"))
+        self.simulation.rejoin(node)
+        if not is_seen:
+            self.simulation.feed(Disconnected(connection=old, reason="reset by peer"))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index, repeat=st.sampled_from([1, 1, 6]))
+    def worker_crashes_in_a_loop(self, index: int, repeat: int) -> None:
+        self.faults_left -= 1
+        node = self.pick(index)
+        for _ in range(repeat):
+            if node.is_alive and node.id >= 0:
+                node.is_alive = False
+                node.outbox.append(exited(node.id, 1, node.incarnation))
+                self.time_passes(1.0)
+                self.play_on(num_rounds=2)
+
+    @precondition(lambda self: self.faults_left)
+    @rule(index=index)
+    def old_worker_is_heard_late(self, index: int) -> None:
+        """What a worker that has been replaced said before it was."""
+        node = self.pick(index)
+        if node.incarnation > 0 and node.has_agent:
+            self.simulation.say(node, exited(node.id, -9, node.incarnation - 1))
+            if not node.is_ready:
+                self.simulation.say(node, failure(node.id, "ValueError: boom"))
+
+    @rule(index=index)
+    def node_is_to_leave(self, index: int) -> None:
+        node = self.pick(index)
+        if node.has_agent and node.id >= 0 and self.leaves_left:
+            self.leaves_left -= 1
+            node.outbox.append(messages.Leaving(node=node.id, reason="SIGTERM"))
+
+    @precondition(lambda self: self.faults_left)
+    @rule(is_soon=st.booleans(), is_complete=st.booleans())
+    def coordinator_dies(self, is_soon: bool, is_complete: bool) -> None:
+        """Now, or when the next decision is written and nobody has heard of it."""
+        self.faults_left -= 1
+        if is_soon:
+            self.simulation.dies_at_commit = True
+            self.play_on(num_rounds=4)
+            if self.simulation.dies_at_commit:
+                return
+        elif not self.simulation.end:
+            self.simulation.restart()
+        if is_complete:
+            self.simulation.reattach()
+
+    @precondition(lambda self: self.simulation.num_restarts)
+    @rule(index=index)
+    def agent_comes_back(self, index: int) -> None:
+        node = self.pick(index)
+        if node.has_agent and node.id >= 0 and not self.simulation.knows(node):
+            self.simulation.rejoin(node)
 
     @precondition(lambda self: self.faults_left)
     @rule(index=index)
@@ -196,16 +273,19 @@ def test_generations_only_grow_M1() -> None:
     def check(simulation: Simulation) -> None:
         planned = [record.generation for record in simulation.records(events.Planned)]
         assert planned == list(range(1, len(planned) + 1))
-        last = 0
+        last = started = 0
         for effect in simulation.history:
             match effect:
-                case StartFabric(generation=generation):
+                case Write(record=events.Planned(generation=generation)):
                     assert generation > last
                     last = generation
-                case Send(
-                    message=messages.Begin() | messages.Run() | messages.Commit() | messages.Abandon() as message
-                ):
+                case StartFabric(generation=generation):
+                    assert started < generation == last
+                    started = generation
+                case Send(message=messages.Begin() | messages.Run() | messages.Abandon() as message):
                     assert message.generation == last
+                case Send(message=messages.Commit() as message):
+                    assert message.generation <= last  # an old one is sent again to whom it did not reach
                 case _:
                     pass
 
