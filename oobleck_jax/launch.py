@@ -1,17 +1,8 @@
-"""Nodes on this machine: which cores each of them runs on, and the agents that are started for them."""
+"""Which cores of this machine its nodes run on."""
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import msgspec
-
-from oobleck_jax.elastic.agent import AgentOptions
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
 
 
@@ -23,13 +14,15 @@ def available_cores() -> tuple[int, ...]:
 def place_at_start(node: NodeId, *, num_nodes: int, cores: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Return the cores and the number of compute threads of a node's worker, before there is a plan.
 
-    Nodes take turns when there are at least as many as cores; else each gets its share of them.
+    Nodes take turns when there are at least as many as cores; else each gets its share of them. One that comes later
+    shares with an earlier one until there is a plan.
     """
     if not cores:
         return (), 0
     if num_nodes >= len(cores):
         return (cores[node % len(cores)],), 1
-    share = tuple(cores[node * len(cores) // num_nodes : (node + 1) * len(cores) // num_nodes])
+    turn = node % num_nodes
+    share = tuple(cores[turn * len(cores) // num_nodes : (turn + 1) * len(cores) // num_nodes])
     return share, len(share)
 
 
@@ -86,45 +79,3 @@ def _spread(pipeline: Pipeline, cores: Sequence[int]) -> dict[NodeId, tuple[int,
         node: tuple(cores[index * num_cores // num_nodes : (index + 1) * num_cores // num_nodes])
         for index, node in enumerate(pipeline.nodes)
     }
-
-
-class LocalAgents:
-    """The agents of this machine, as processes of their own sessions, so that Ctrl-C reaches only the coordinator."""
-
-    def __init__(self) -> None:
-        self._agents: dict[NodeId, subprocess.Popen[bytes]] = {}
-
-    def start(self, node: NodeId, options: AgentOptions, log_path: Path, environment: Mapping[str, str]) -> None:
-        """Start the agent of a node; what it and its worker print goes to the log file, which starts empty."""
-        log_path.write_bytes(b"")
-        with log_path.open("ab") as log:
-            agent = subprocess.Popen(
-                [sys.executable, "-m", "oobleck_jax.elastic.agent"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        self._agents[node] = agent
-        assert agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended already: the coordinator will miss it
-            agent.stdin.write(msgspec.json.encode(options))
-            agent.stdin.close()
-
-    def ended(self) -> dict[NodeId, int]:
-        """Return the exit codes of the agents that have ended."""
-        return {node: code for node, agent in self._agents.items() if (code := agent.poll()) is not None}
-
-    def end(self, *, patience_s: float) -> None:
-        """Wait for the agents to end, and kill those that do not; each takes its worker with it."""
-        deadline_s = time.monotonic() + patience_s
-        for agent in self._agents.values():
-            try:
-                agent.wait(timeout=max(deadline_s - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(agent.pid, signal.SIGKILL)
-        for agent in self._agents.values():
-            agent.wait()
-        self._agents.clear()

@@ -24,7 +24,7 @@ class RunOptions:
     """How to run, and where the results go: nothing here changes what is computed."""
 
     preset: str = DEFAULT_PRESET  # decides the defaults of all flags below "training": {presets}, or FILE.py:FUNCTION
-    run_dir: Path | None = None  # folder of the results (default: runs/PRESET-DATE-TIME)
+    run_dir: Path | None = None  # folder of the results (default: runs/PRESET-DATE-TIME); goes on with a run in it
     plan: str | None = None  # use this plan: a JSON file, or a line such as "0-5,5-10 | 0-10" (layers of each stage)
     profile: str | None = None  # costs to plan with: a file of scripts/profile.py, or "estimate" (default: measure)
     print_schedule: bool = False  # print the schedule of each pipeline, and run nothing
@@ -32,6 +32,8 @@ class RunOptions:
     device_memory_gib: float | None = (
         None  # memory of a device, to plan with (default: shares of this machine's memory)
     )
+    max_nodes: int | None = None  # the most nodes there can be, with those that join later (default: --nodes)
+    orphan_minutes: float = 1.0  # nodes keep their state so long when the coordinator dies, and wait for the next one
     compilation_cache: Path | None = None  # folder of compiled programs (default: ~/.cache/oobleck_jax/HOST)
     inject: str = ""  # let something fail on purpose: "kill:2@10:backward,join@20,coordinator@30" (inject.py lists all)
     patience: float = 1.0  # multiplies every time limit: raise it on machines that are slow or shared
@@ -44,7 +46,7 @@ class ClusterOptions:
     coordinator_address: str | None = None  # HOST:PORT of process 0; "auto" asks Slurm, Open MPI or Kubernetes
     num_processes: int | None = None  # hosts; each is a node
     process_id: int | None = None  # of this host, from 0
-    join: str | None = None  # HOST:PORT of a coordinator: be one of its nodes, with its configuration
+    join: str | None = None  # HOST:PORT of a coordinator, or its run directory: be one of its nodes, at any time
     port: int = 0  # where the coordinator listens when all runs on this machine; 0: any free port
     token: str | None = None  # secret that all nodes share; needed on any address but loopback
     token_file: Path | None = None  # file that contains the token

@@ -10,30 +10,33 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
+
+import msgspec
 
 from models.presets import config_to_json
 from oobleck_jax import events
-from oobleck_jax.config import RunConfig
-from oobleck_jax.elastic.agent import AgentOptions
 from oobleck_jax.elastic.coordinator import Coordinator, Services
 from oobleck_jax.elastic.effects import Finish
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
+from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
 from oobleck_jax.execution.jaxlib_private import start_coordination_service
-from oobleck_jax.inject import Injection, Kind
-from oobleck_jax.launch import LocalAgents, available_cores, place, place_at_start
+from oobleck_jax.inject import Kind
+from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
+from oobleck_jax.local_agents import LocalAgents
+from oobleck_jax.past_run import PastRun
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.progress import failure_text, format_duration, make_display, plan_table
-from oobleck_jax.propose import Proposer, layer_names
-from oobleck_jax.run_dir import RunDir
+from oobleck_jax.propose import layer_names
+from oobleck_jax.setting import Setting
 from oobleck_jax.summary import Summary
 
 
@@ -44,39 +47,6 @@ SIGNALS: Mapping[signal.Signals, tuple[str, int]] = {
 }
 _AGENTS_END_S = 1.0  # local agents end after the run; they have been told to, or have no coordinator any more
 _WATCH_S = 0.5  # between two looks at local agents that have not joined yet
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """All that a session is given; every part of it has been checked.
-
-    Attributes:
-        preset: reference of the configuration's preset.
-        proposal: the plan to begin with.
-        fabric_host: address of this machine as the nodes reach it.
-        listen_host: address to listen on for them.
-        is_local: all nodes are on this machine, so their cores can be chosen.
-        agents: what to start on this machine.
-        injections: what is to fail on purpose.
-        token: secret of the nodes.
-        patience: factor of all time limits.
-        began_s: when the program began, by `time.monotonic`.
-    """
-
-    preset: str
-    config: RunConfig
-    proposer: Proposer
-    proposal: Proposal
-    run_dir: RunDir
-    fabric_host: str
-    listen_host: str
-    is_local: bool
-    agents: Mapping[NodeId, AgentOptions]
-    injections: tuple[Injection, ...]
-    token: str | None
-    patience: float
-    summary_path: Path | None
-    began_s: float
 
 
 def software_versions() -> dict[str, str]:
@@ -98,10 +68,11 @@ class Session:
         self._config_json = config_to_json(setting.preset, config)
         self._on_loss = OnLoss.REGROUP if config.fault_tolerance else OnLoss.STOP
         self._cores = available_cores() if setting.is_local else ()
-        self._agents = LocalAgents()
+        self._agents = LocalAgents(setting.agents, log_path=setting.run_dir.log_path)
         self._summary = Summary(tokens_per_step=config.tokens_per_step)
         self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
-        self._files = events.RunFiles(setting.run_dir.path)
+        past = setting.past
+        self._files = events.RunFiles(setting.run_dir.path, goes_on_after=None if past is None else len(past.committed))
         self._joined: set[NodeId] = set()
         self._first_step_s: float | None = None
         self._is_interrupted = False
@@ -109,18 +80,14 @@ class Session:
     def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
         """Coordinate the run to its end; return the exit code."""
         setting = self._setting
-        (setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")
-        self._show_plan()
-        self.record(
-            events.Started(
-                preset=setting.preset,
-                num_nodes=setting.config.nodes,
-                fault_tolerance=setting.config.fault_tolerance,
-                steps=setting.config.steps,
-                config_digest=config_digest(self._config_json),
-                versions=software_versions(),
-            )
-        )
+        if setting.past is None:
+            self._show_plan()
+            (setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")
+            for node in setting.agents:
+                setting.run_dir.log_path(node).write_bytes(b"")
+            self.record(self._started())
+        else:
+            self._go_on(setting.past)
         try:
             end = asyncio.run(self._coordinate(listener, tls))
         except OSError as error:
@@ -156,8 +123,37 @@ class Session:
     def _inject(self, step: int) -> None:
         """Do what is to happen on purpose once a step is committed, before anybody is told."""
         for injection in self._setting.injections:
-            if (injection.kind, injection.step) == (Kind.COORDINATOR, step):
-                os.kill(os.getpid(), signal.SIGKILL)
+            match (injection.kind, injection.step):
+                case (Kind.COORDINATOR, at_step) if at_step == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case (Kind.JOIN, at_step) if at_step == step:
+                    self._start_agents([self._agents.add()])
+                case _:
+                    pass
+
+    def _started(self) -> events.Started:
+        setting = self._setting
+        return events.Started(
+            preset=setting.preset,
+            num_nodes=setting.config.nodes,
+            fault_tolerance=setting.config.fault_tolerance,
+            steps=setting.config.steps,
+            config_digest=config_digest(self._config_json),
+            versions=software_versions(),
+        )
+
+    def _go_on(self, past: PastRun) -> None:
+        """Take up what has happened before; its failures are dealt with."""
+        for committed in past.committed[self._files.num_metrics :]:
+            self._files.write_metrics(self._metrics(committed))
+        for record in past.records:
+            if not isinstance(record, events.Failed):
+                self._summary.take(record)
+        self._display.note(
+            f"{self._setting.preset}: goes on after {len(past.committed)} of {self._setting.config.steps} steps; "
+            f"results in {self._setting.run_dir.path}"
+        )
+        self._display.show(self._started())
 
     async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
         loop = asyncio.get_running_loop()
@@ -167,19 +163,23 @@ class Session:
             listen_host=self._setting.listen_host,
             record=self.record,
         )
-        coordinator = Coordinator(Membership(self._terms(), loop.time()), services, token=self._setting.token)
+        self._agents.adopt(self._setting.contact.agents)
+        membership = Membership(self._terms(), loop.time(), resumed=self._resumption())
+        coordinator = Coordinator(membership, services, token=self._setting.contact.token)
         # Before there is anything to leave behind.
         for number, (reason, exit_code) in SIGNALS.items():
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started with nohup
             loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
-        for node, options in self._setting.agents.items():
-            self._agents.start(node, options, self._setting.run_dir.log_path(node), os.environ)
+        self._start_agents(self._setting.agents)
         watch = loop.create_task(self._watch_agents(coordinator))
+        # The first plan after a loss needs it, and should not wait for a second of imports.
+        solver = loop.run_in_executor(None, import_module, "scipy.optimize")
         try:
             return await coordinator.run(listener, tls=tls)
         finally:
             watch.cancel()
+            solver.cancel()
 
     def _interrupt(self, coordinator: Coordinator, reason: str, exit_code: int) -> None:
         if self._is_interrupted:  # again: the user has no patience left
@@ -188,16 +188,33 @@ class Session:
         self._is_interrupted = True
         coordinator.interrupt(reason, exit_code)
 
+    def _start_agents(self, nodes: Iterable[NodeId]) -> None:
+        """Start agents on this machine where there are none, and write down which processes there are."""
+        contact = self._setting.contact
+        self._agents.start(nodes, os.environ)
+        self._setting.run_dir.write_contact(
+            msgspec.structs.replace(contact, agents={**contact.agents, **self._agents.process_ids()})
+        )
+
+    def _resumption(self) -> Resumption | None:
+        """Return where the run stands, if it goes on; whose agent is known to have ended need not be waited for."""
+        if self._setting.past is None:
+            return None
+        resumption = self._setting.past.resumption
+        gone = self._setting.contact.agents.keys() - self._agents.alive
+        return replace(resumption, nodes=tuple(node for node in resumption.nodes if node not in gone))
+
     async def _watch_agents(self, coordinator: Coordinator) -> None:
         """End the run if a local agent ends before it has joined; later, the coordinator sees its connection end."""
+        started_again: set[NodeId] = set()
         while True:
             await asyncio.sleep(_WATCH_S)
-            for node, exit_code in self._agents.ended().items():
-                if node not in self._joined:
-                    tail = self._setting.run_dir.log_path(node).read_text(encoding="utf-8", errors="replace")[-500:]
-                    return coordinator.interrupt(
-                        f"the agent of node {node} ended with exit code {exit_code} before it joined: {tail.strip()}", 1
-                    )
+            ended = self._setting.agents.keys() - self._agents.alive - self._joined
+            if ended and self._setting.past is None:
+                return coordinator.interrupt(self._agents.why_ended(min(ended)), 1)
+            if not self._is_interrupted and ended - started_again:  # they lived when we began, but did not come back
+                self._start_agents(ended - started_again)
+                started_again |= ended
 
     def _terms(self) -> Terms:
         setting, config = self._setting, self._setting.config
@@ -206,16 +223,26 @@ class Session:
             config_digest=config_digest(self._config_json),
             versions=software_versions(),
             num_nodes=config.nodes,
+            max_nodes=setting.max_nodes,
             num_devices=config.devices_per_node,
             steps=config.steps,
             tokens_per_step=config.tokens_per_step,
             evaluates_after=config.evaluates_after,
-            replan=setting.proposer.replan,
+            replan=self._replan,
+            faults_of=self._faults_of,
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
             on_loss=self._on_loss,
             limits=Limits().scaled(setting.patience),
         )
+
+    def _faults_of(self, node: NodeId) -> tuple[str, ...]:
+        return tuple(str(injection) for injection in self._setting.injections if injection.node == node)
+
+    def _replan(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+        began_s = time.perf_counter()
+        proposal = self._setting.proposer.replan(nodes, holdings)
+        return replace(proposal, plan_s=time.perf_counter() - began_s)
 
     def _metrics(self, committed: events.Committed) -> events.StepMetrics:
         config, step = self._setting.config, committed.step

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from models.presets import config_to_json
 from oobleck_jax.cluster import ProcessPlace, find_place
 from oobleck_jax.config import RunConfig, check_config
@@ -34,11 +36,13 @@ from oobleck_jax.measured_profile import (
     read_profile,
 )
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
+from oobleck_jax.past_run import read_past
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_device, schedule_text
-from oobleck_jax.run_dir import RunDir
-from oobleck_jax.session import SIGNALS, Session, Setting, config_digest, software_versions
+from oobleck_jax.run_dir import Contact, RunDir, read_contact
+from oobleck_jax.session import SIGNALS, Session, config_digest, software_versions
+from oobleck_jax.setting import Setting
 
 
 def main(
@@ -75,8 +79,10 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         raise ConfigError(f"--patience is {line.run.patience}; it must be positive")
     token = read_token(line.cluster)
     nodes = _Nodes(line=line, token=token, worker_command=worker_command)
+    if line.run.orphan_minutes < 0:
+        raise ConfigError(f"--orphan-minutes is {line.run.orphan_minutes}; it must not be negative")
     if line.cluster.join is not None:
-        return asyncio.run(run_agent(nodes.agent(line.cluster.join, config=line.config, node=None)))
+        return asyncio.run(run_agent(nodes.joining(line.cluster.join)))
     process = _find_process(line, has_nodes=has_nodes)
     config = line.config if process is None else replace(line.config, nodes=process.num_processes)
     check_config(config)
@@ -94,8 +100,11 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     )
     proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes)
     proposer.check()
+    max_nodes = config.nodes if line.run.max_nodes is None else line.run.max_nodes
+    if max_nodes < config.nodes:
+        raise ConfigError(f"--max-nodes {max_nodes} is less than the {config.nodes} nodes to begin with")
     injections = parse_injections(line.run.inject)
-    check_injections(injections, num_nodes=config.nodes, steps=config.steps, is_local=process is None)
+    check_injections(injections, num_nodes=max_nodes, steps=config.steps, is_local=process is None)
     host = "127.0.0.1" if process is None else process.host
     listen_host = host if host in LOOPBACK else "0.0.0.0"
     check_exposure(listen_host, token)
@@ -108,37 +117,51 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
         return 0
 
-    if process is None and token is None:
-        token = secrets.token_hex()  # nobody else on this machine takes part by accident
-        nodes = replace(nodes, token=token)
     if line.run.summary_json is not None:
         line.run.summary_json.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        RunDir(line.run.run_dir or _default_run_dir(line.run.preset)) as run_dir,
-        bind(listen_host, line.cluster.port if process is None else process.port) as listener,
-    ):
-        address = f"{host}:{listener.getsockname()[1]}"
-        agents = {
-            node: nodes.agent(address, config=config, node=node, log_dir=run_dir.path / "logs")
-            for node in map(NodeId, range(num_local))
-        }
-        setting = Setting(
-            injections=injections,
-            preset=line.run.preset,
-            config=config,
-            proposer=proposer,
-            proposal=proposal,
-            run_dir=run_dir,
-            fabric_host=host,
-            listen_host=listen_host,
-            is_local=process is None,
-            agents=agents,
-            token=token,
-            patience=line.run.patience,
-            summary_path=line.run.summary_json,
-            began_s=began_s,
+    with RunDir(line.run.run_dir or _default_run_dir(line.run.preset)) as run_dir:
+        past = read_past(
+            run_dir.path, config_json=config_to_json(line.run.preset, config), versions=software_versions()
         )
-        return Session(setting).run(listener, tls)
+        before = None if past is None else read_contact(run_dir.path)
+        if process is None and token is None:
+            # Nobody else on this machine takes part by accident.
+            token = secrets.token_hex() if before is None else before.token
+        port = line.cluster.port if process is None else process.port
+        if not port and before is not None:
+            port = int(before.address.rpartition(":")[2])  # where the agents look for us
+        with bind(listen_host, port) as listener:
+            nodes = replace(nodes, token=token)
+            contact = Contact(
+                address=f"{host}:{listener.getsockname()[1]}",
+                token=token,
+                tls_authority=nodes.tls_authority,
+                pid=os.getpid(),
+                agents={} if before is None else before.agents,
+            )
+            agents = {
+                node: nodes.agent(contact.address, config=config, node=node, log_dir=run_dir.path / "logs")
+                for node in map(NodeId, range(num_local))
+            }
+            setting = Setting(
+                injections=injections,
+                preset=line.run.preset,
+                config=config,
+                proposer=proposer,
+                proposal=proposal,
+                run_dir=run_dir,
+                fabric_host=host,
+                listen_host=listen_host,
+                is_local=process is None,
+                max_nodes=max_nodes,
+                agents=agents,
+                contact=contact,
+                patience=line.run.patience,
+                summary_path=line.run.summary_json,
+                began_s=began_s,
+                past=past,
+            )
+            return Session(setting).run(listener, tls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +171,34 @@ class _Nodes:
     line: CommandLine
     token: str | None
     worker_command: tuple[str, ...]
+
+    @property
+    def tls_authority(self) -> str | None:
+        """File of the certificates to trust; one that signs itself is its own authority."""
+        authority = self.line.cluster.tls_authority or self.line.cluster.tls_certificate
+        return None if authority is None else str(authority.resolve())
+
+    def joining(self, where: str) -> AgentOptions:
+        """Return the options of an agent that joins a run as one more node.
+
+        Args:
+            where: host:port of the coordinator, or its run directory on this machine.
+        """
+        run, config = self.line.run, self.line.config
+        if not Path(where).is_dir():
+            log_dir = None if run.run_dir is None else run.run_dir / "logs"
+            if log_dir is not None:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            return self.agent(where, config=config, node=None, log_dir=log_dir)
+        contact = read_contact(Path(where))
+        if contact is None:
+            raise ConfigError(f"--join {where}: there is no run in this directory")
+        options = self.agent(contact.address, config=config, node=None, log_dir=Path(where).resolve() / "logs")
+        return msgspec.structs.replace(
+            options,
+            token=self.token or contact.token,
+            tls_authority=self.tls_authority or contact.tls_authority,
+        )
 
     def agent(
         self, address: str, *, config: RunConfig, node: NodeId | None, log_dir: Path | None = None
@@ -160,10 +211,8 @@ class _Nodes:
             node: the id to ask for; None: any.
             log_dir: where the output of its worker goes; None: where this process's goes.
         """
-        run, cluster = self.line.run, self.line.cluster
+        run = self.line.run
         host_name = socket.gethostname()
-        # A certificate that signs itself is its own authority.
-        authority = cluster.tls_authority or cluster.tls_certificate
         return AgentOptions(
             coordinator_address=address,
             name=host_name,
@@ -172,12 +221,14 @@ class _Nodes:
             num_devices=config.devices_per_node,
             config_digest=None if node is None else config_digest(config_to_json(run.preset, config)),
             token=self.token,
-            tls_authority=None if authority is None else str(authority),
+            tls_authority=self.tls_authority,
             worker_command=self.worker_command,
             log_dir=None if log_dir is None else str(log_dir),
             compilation_cache=str(_compilation_cache(run.compilation_cache)),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
+            orphan_s=60.0 * run.orphan_minutes * run.patience,
+            leave_s=25.0 * run.patience,
             worker_stop_s=1.5 * run.patience,
         )
 

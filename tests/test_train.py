@@ -19,6 +19,7 @@ import pytest
 
 from oobleck_jax import events
 from oobleck_jax.elastic.coordinator import bind
+from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.run_dir import RunDir
 from oobleck_jax.train import main
 
@@ -49,6 +50,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--data", "absent.bin"], "absent.bin"),
         (["--vocab-size", "16"], "vocabulary has 16"),
         (["--sequence-length", "17"], "--sequence-length 17 is more than the model's 16"),
+        (["--max-nodes", "2", "--nodes", "3"], "--max-nodes 2 is less than the 3 nodes to begin with"),
+        (["--orphan-minutes", "-1"], "--orphan-minutes is -1.0; it must not be negative"),
+        (["--join", "."], "--join .: there is no run in this directory"),
         (["--patience", "0"], "--patience is 0.0; it must be positive"),
         (["--plan", "0-3,3-7"], "pipeline 0 covers 7 layers, the model has 6"),
         (["--plan", "0-3,3-6"], "--plan uses 2 nodes ([0, 1]), but --nodes 1 gives only [0]: [1] are missing"),
@@ -164,9 +168,9 @@ class Launch:
 
     def await_step(self, step: int) -> None:
         """Wait until a step is committed."""
-        self._await(lambda: any(f'"step":{step},' in line for line in self._lines("metrics.jsonl")))
+        self._await(lambda: any(f'"step":{step},' in line for line in self.lines("metrics.jsonl")))
 
-    def _lines(self, name: str) -> list[str]:
+    def lines(self, name: str) -> list[str]:
         path = self.run_dir / name
         return path.read_text().splitlines() if path.exists() else []
 
@@ -317,7 +321,7 @@ def test_with_fault_tolerance_the_run_goes_on_without_the_lost_node(launch: Laun
     out, err = run.communicate(timeout=60)
     assert (run.returncode, err) == (0, "")
     assert "lost: the worker of node 1 was killed by SIGKILL (kill -9, or out of memory)\n" in out
-    assert "generation 2 goes on with step " in out
+    assert "loss: the worker of node 1 was killed by SIGKILL" in out
     journal = [record for _, record in events.read_events(launch.run_dir / "journal.jsonl")]
     assert [record.step for record in journal] == list(range(600))  # pyright: ignore
     launch.await_nothing_left(2.0)
@@ -335,11 +339,102 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback(launch: Launch) ->
 
 
 @pytest.mark.process
-def test_nothing_outlives_a_coordinator_that_is_killed(launch: Launch) -> None:
-    run = launch.start("--nodes", "3", "--steps", "99999")
+def test_nothing_outlives_a_coordinator_that_nobody_starts_again(launch: Launch) -> None:
+    run = launch.start("--nodes", "3", "--steps", "99999", "--orphan-minutes", "0.02")
     launch.await_step(3)
     run.kill()
     launch.await_nothing_left(10.0)
+
+
+@pytest.mark.process
+def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(launch: Launch) -> None:
+    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "1200", "--eval-every", "500")
+    command += ("--summary-json", str(launch.directory / "summary.json"))
+    first = launch.start(*command)
+    launch.await_step(3)
+    processes = {process.pid for process in launch.alive()} - {first.pid}
+    first.kill()
+    first.wait()
+    journal = launch.run_dir / "journal.jsonl"
+    done = len(journal.read_bytes().splitlines())
+    assert {process.pid for process in launch.alive()} == processes
+    with journal.open("ab") as file:
+        file.write(b'{"time":1.0,"event":"comm')  # it was about to decide
+
+    again = launch.start(*command)
+    launch.await_step(done + 3)
+    assert {process.pid for process in launch.alive()} - {again.pid} == processes
+    out, err = again.communicate(timeout=60)
+    assert (again.returncode, err) == (0, "")
+    assert f"goes on after {done} of 1200 steps" in out
+    for name in ("journal.jsonl", "metrics.jsonl"):
+        assert [json.loads(line)["step"] for line in launch.lines(name)] == list(range(1200))
+    assert [event.step for event in launch.events(events.Evaluated)] == [499, 999, 1199]  # pyright: ignore
+    assert json.loads((launch.directory / "summary.json").read_text())["steps"] == 1200
+    launch.await_nothing_left(2.0)
+
+    third = launch.start(*command)
+    _, err = third.communicate(timeout=20)
+    assert third.returncode == 2
+    assert "its run is finished after 1200 steps (all 1200 steps are done); choose another --run-dir" in err
+
+
+@pytest.mark.process
+def test_a_coordinator_that_is_started_again_replaces_the_agents_that_died_with_it(launch: Launch) -> None:
+    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "1500")
+    first = launch.start(*command)
+    launch.await_step(3)
+    first.kill()
+    os.kill(launch.find("elastic.agent", node=1), signal.SIGKILL)
+    first.wait()
+    again = launch.start(*command)
+    _, err = again.communicate(timeout=60)
+    assert (again.returncode, err) == (0, "")
+    joined = [event.node for event in launch.events(events.Joined)]  # pyright: ignore
+    assert joined.count(NodeId(1)) == 2
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_other_flags_do_not_go_on_with_a_run(launch: Launch) -> None:
+    run = launch.start("--nodes", "2", "--steps", "9999")
+    launch.await_step(3)
+    second = launch.start("--nodes", "2", "--steps", "9999")
+    _, err = second.communicate(timeout=20)
+    assert second.returncode == 2
+    assert f"is in use by a running coordinator (process {run.pid})" in err
+    run.kill()
+    run.wait()
+    other = launch.start("--nodes", "2", "--steps", "8888")
+    _, err = other.communicate(timeout=20)
+    assert other.returncode == 2
+    assert "its run has other settings: steps 9999 (now 8888)" in err
+
+
+@pytest.mark.process
+def test_an_agent_that_is_told_to_end_leaves_and_the_others_go_on(launch: Launch) -> None:
+    run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "600")
+    launch.await_step(3)
+    os.kill(launch.find("elastic.agent", node=1), signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, "")
+    assert [event.node for event in launch.events(events.Leaving)] == [1]  # pyright: ignore
+    assert launch.events(events.Failed) == []
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_node_joins_a_run_by_its_directory(launch: Launch) -> None:
+    run = launch.start("--nodes", "2", "--max-nodes", "3", "--fault-tolerance", "1", "--steps", "2000")
+    launch.await_step(3)
+    joiner = launch.start("--join", str(launch.run_dir))
+    _, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, "")
+    plans = launch.events(events.Planned)
+    assert NodeId(2) in plans[-1].plan.nodes  # pyright: ignore
+    _, err = joiner.communicate(timeout=10)
+    assert (joiner.returncode, err) == (0, "")
+    launch.await_nothing_left(2.0)
 
 
 @pytest.mark.process

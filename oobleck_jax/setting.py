@@ -1,0 +1,51 @@
+"""What a session is given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck_jax.config import RunConfig
+from oobleck_jax.elastic.agent import AgentOptions
+from oobleck_jax.elastic.terms import Proposal
+from oobleck_jax.inject import Injection
+from oobleck_jax.past_run import PastRun
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.propose import Proposer
+from oobleck_jax.run_dir import Contact, RunDir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """All that a session is given; every part of it has been checked.
+
+    Attributes:
+        preset: reference of the configuration's preset.
+        proposal: the plan to begin with.
+        fabric_host: address of this machine as the nodes reach it.
+        listen_host: address to listen on for them.
+        is_local: all nodes are on this machine, so their cores can be chosen.
+        max_nodes: the most there can be.
+        agents: what to start on this machine.
+        injections: what is to fail on purpose.
+        token: secret of the nodes.
+        patience: factor of all time limits.
+        began_s: when the program began, by `time.monotonic`.
+        past: the run that is to go on, if a coordinator before this one has begun it.
+    """
+
+    preset: str
+    config: RunConfig
+    proposer: Proposer
+    proposal: Proposal
+    run_dir: RunDir
+    fabric_host: str
+    listen_host: str
+    is_local: bool
+    max_nodes: int
+    agents: Mapping[NodeId, AgentOptions]
+    injections: tuple[Injection, ...]
+    contact: Contact
+    patience: float
+    summary_path: Path | None
+    began_s: float
+    past: PastRun | None = None
