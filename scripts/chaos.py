@@ -75,7 +75,8 @@ def main(arguments: Arguments) -> int:
 
 def _command(folder: Path, run_dir: Path, arguments: Arguments, *flags: str) -> list[str]:
     # The learning rate is low: the rounding differences of unequal plans grow with it, over thousands of steps.
-    command = [sys.executable, str(TRAIN), "--preset", "gpt-test", "--run-dir", str(run_dir)]
+    command = [sys.executable, str(TRAIN), "--preset", "gpt-test", "--profile", "estimate"]
+    command += ["--run-dir", str(run_dir)]
     command += ["--compilation-cache", str(folder / "programs"), "--steps", str(NUM_STEPS), "--eval-every", "0"]
     command += ["--peak-learning-rate", "1e-5", "--nodes", str(arguments.nodes), "--plan", arguments.plan]
     return [*command, "--fault-tolerance", str(arguments.fault_tolerance), *flags]

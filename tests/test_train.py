@@ -155,7 +155,7 @@ class Launch:
             f"sys.exit(main(sys.argv[1:], has_nodes={has_nodes}, worker_command={(*FAKE_WORKER, *worker)!r}))\n"
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "--preset", "gpt-test", "--run-dir", str(self.run_dir), *arguments],
+            [sys.executable, "-c", code, "--preset", "gpt-test", "--profile", "estimate", "--run-dir", str(self.run_dir), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -89,7 +89,8 @@ def environment() -> dict[str, str]:
 
 
 def command_of(run_dir: Path, *flags: str) -> list[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--preset", "gpt-test", "--run-dir", str(run_dir)]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--preset", "gpt-test"]
+    command += ["--profile", "estimate", "--run-dir", str(run_dir)]
     command += ["--compilation-cache", str(run_dir.parent / "programs")]
     return [*command, "--steps", str(STEPS), "--eval-every", "30", *flags]
 
