@@ -174,7 +174,6 @@ class Worker:
         assert self._begin is not None
         self._trainer.start()
         self._applied = first_step - 1
-        self._background.begin(self._prepare_for_losses(self._begin))
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -185,6 +184,8 @@ class Worker:
             self._at_moment(Moment.COMMIT, step)
             self._trainer.commit(step, commit.global_norm)
             self._applied = step
+            if step == first_step:  # not before: the first step after a recovery has been waited for long enough
+                self._background.begin(self._prepare_for_losses(self._begin))
             if self._config.evaluates_after(step):
                 self._evaluate(step)
 

@@ -26,7 +26,7 @@ def num_compilations() -> int:
     return _count.num_compilations
 
 
-def _listen(event: str, duration_s: float, **_: str | int) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _EVENT:
         _count.num_compilations += 1
 

@@ -11,9 +11,14 @@ from oobleck_jax.planning.plan import NodeId, Plan, Stage
 from oobleck_jax.planning.schedule import Action, StageCost, check_schedule, merge_for_node, one_f_one_b
 
 
+# Layers of a span at most. The fewer, the sooner an abandoned step ends (a program cannot be stopped), and the fewer
+# programs there are for all cuts together; the more, the less often programs must be started.
+MAX_SPAN_LAYERS = 2
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpan:
-    """Consecutive layers of one kind within a stage; layers with tied parameters stand alone."""
+    """A few consecutive layers of one kind within a stage; layers with tied parameters stand alone."""
 
     kind: str
     first_layer: int
@@ -97,12 +102,17 @@ def groups_of(model: LayeredModel) -> tuple[Group, ...]:
 
 
 def spans_of(model: LayeredModel, layers: Iterable[int]) -> tuple[LayerSpan, ...]:
-    """Cut consecutive layers into spans."""
+    """Cut consecutive layers into spans.
+
+    Cuts are at the same layers in every stage (after layer 0, 2, 4, ...), so that most spans of a new plan are spans of
+    the old one, too, and keep their state as it is.
+    """
     spans: list[LayerSpan] = []
     for number in layers:
         layer = model.layers[number]
         last = number == len(model.layers) - 1
-        joins = spans and spans[-1].kind == layer.kind and not layer.tied and number > 1 and not last
+        is_cut = (number - 1) % MAX_SPAN_LAYERS == 0
+        joins = spans and spans[-1].kind == layer.kind and not layer.tied and not is_cut and number > 1 and not last
         if joins:
             spans[-1] = LayerSpan(kind=layer.kind, first_layer=spans[-1].first_layer, end_layer=number + 1)
         else:

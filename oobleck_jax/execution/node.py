@@ -113,6 +113,7 @@ class NodeTrainer:
         self._x_specs = input_specs(model.layers, self._functions, tokens_BT)
         self._stages: dict[int, StageRuntime] = {}  # of the current generation
         self._held: dict[int, StageRuntime] = {}  # those that have the state after the last commit
+        self._compiled: set[Hashable] = set()
         self._executor: Executor | None = None
         self._sums: dict[str, np.ndarray] = {}
 
@@ -139,11 +140,14 @@ class NodeTrainer:
         self._stages = self._make_stages(layout)
         transfer = self._transfer(generation)
         transfer.offer(self._held_states(transfer.outgoing))
-        calls = [call for stage in self._stages.values() for call in self._compilations(stage).values()]
-        for done, call in enumerate(calls):
-            progress("compile", done, len(calls))
-            call()
-        progress("compile", len(calls), len(calls))
+        calls = {key: call for stage in self._stages.values() for key, call in self._compilations(stage).items()}
+        missing = [key for key in calls if key not in self._compiled]
+        for done, key in enumerate(missing):
+            progress("compile", done, len(missing))
+            calls[key]()
+            self._compiled.add(key)
+        if missing:
+            progress("compile", len(missing), len(missing))
         compiled_s = time.monotonic()
         received = transfer.receive({name: self._builder.state_shapes(name) for name in transfer.incoming}, patience)
         self._load(received)
@@ -180,13 +184,15 @@ class NodeTrainer:
             local = LocalStage(pipeline=0, index=0, stage=stage, spans=spans, previous=None, next=None)
             for key, call in self._compilations(self._make_stage(local)).items():
                 calls.setdefault(key, call)
-        ordered = list(calls.values())
-        mine = ordered[rank::num_ranks]
-        others = [call for number, call in enumerate(ordered) if number % num_ranks != rank]
-        for done, call in enumerate(mine + others):
-            yield done, len(ordered)
-            call()
-        yield len(ordered), len(ordered)
+        keys = list(calls)
+        mine = keys[rank::num_ranks]
+        others = [key for number, key in enumerate(keys) if number % num_ranks != rank]
+        missing = [key for key in (*mine, *others) if key not in self._compiled]
+        for number, key in enumerate(missing):
+            yield len(keys) - len(missing) + number, len(keys)
+            calls[key]()
+            self._compiled.add(key)
+        yield len(keys), len(keys)
 
     def start(self) -> None:
         """Everybody is prepared: what the node held only for others is dropped."""
