@@ -154,8 +154,9 @@ class Launch:
             "from oobleck_jax.train import main\n"
             f"sys.exit(main(sys.argv[1:], has_nodes={has_nodes}, worker_command={(*FAKE_WORKER, *worker)!r}))\n"
         )
+        flags = ("--preset", "gpt-test", "--profile", "estimate", "--run-dir", str(self.run_dir))
         process = subprocess.Popen(
-            [sys.executable, "-c", code, "--preset", "gpt-test", "--profile", "estimate", "--run-dir", str(self.run_dir), *arguments],
+            [sys.executable, "-c", code, *flags, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
