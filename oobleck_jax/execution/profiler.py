@@ -18,7 +18,7 @@ from oobleck_jax.config import RunConfig
 from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
-from oobleck_jax.execution.layout import groups_of, own_group
+from oobleck_jax.execution.layout import MAX_SPAN_LAYERS, groups_of, own_group
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.model import LayeredModel
@@ -26,7 +26,6 @@ from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
 
-_NUM_SCANNED = 2  # layers of a kind that are timed together, as a stage scans them
 _REPETITIONS = 9  # timed runs of a program
 _LIMIT_S = 3.0  # after this, two of them are enough
 
@@ -54,6 +53,7 @@ def measure_profile(
     costs: dict[str, list[LayerCost]] = {kind: [] for kind in kinds}
     outputs: dict[str, int] = {}
     x_specs = _inputs(config, model)
+    # The programs are those of the longest spans that stages have, so that workers find them compiled.
     for done, kind in enumerate(kinds):
         for place, count in enumerate(device_counts):
             progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
@@ -277,7 +277,7 @@ def _span(
     is_scanned = not members[0].tied and not is_last and members[0] is not model.layers[0]
     key = SpanKey(
         kind=kind,
-        num_layers=min(len(members), num_layers or _NUM_SCANNED) if is_scanned else 1,
+        num_layers=min(len(members), num_layers or MAX_SPAN_LAYERS) if is_scanned else 1,
         is_last=is_last,
         x_shape=x_spec.shape,
         x_dtype=str(x_spec.dtype),
