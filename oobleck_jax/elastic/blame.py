@@ -6,7 +6,7 @@ the earliest among equals.
 """
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -40,9 +40,31 @@ class Cause:
         return self.blames if self.weight is Weight.COLLATERAL else self.node
 
 
-def first_cause(causes: Sequence[Cause]) -> Cause:
-    """Return the heaviest cause; the earliest of equals."""
-    return max(causes, key=lambda cause: cause.weight)  # max takes the first of equals
+class Evidence:
+    """The evidence that awaits a verdict."""
+
+    def __init__(self) -> None:
+        self._causes: list[Cause] = []
+
+    @property
+    def since_s(self) -> float | None:
+        """When the first piece came in; None: there is none."""
+        return self._causes[0].noticed_s if self._causes else None
+
+    def add(self, cause: Cause) -> None:
+        self._causes.append(cause)
+
+    def has_said_why(self, node: NodeId) -> bool:
+        """Whether the worker of a node has said itself what is wrong with it."""
+        return any(cause.node == node and cause.weight is Weight.OWN for cause in self._causes)
+
+    def take(self) -> tuple[Cause, ...]:
+        """Return all evidence, and forget it: first the first cause (the heaviest; the earliest of equals)."""
+        causes, self._causes = self._causes, []
+        if not causes:
+            return ()
+        first = max(causes, key=lambda cause: cause.weight)  # max takes the first of equals
+        return first, *(cause for cause in causes if cause is not first)
 
 
 def cause_of_exit(exited: messages.WorkerExited, now_s: float) -> Cause:

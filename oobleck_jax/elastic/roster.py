@@ -193,6 +193,10 @@ class Roster:
             self._departing[node.connection] = node
             self._out.send(node.connection, messages.Stop(reason=reason, exit_code=exit_code))
 
+    def release(self, node: Node) -> None:
+        """Let a node go that was asked to leave."""
+        self.dismiss(node, f"node {node.node} leaves ({node.leaves})", exit_code=0)
+
     def cut_off(self, node: Node, reason: str) -> None:
         """Tell a node to go that probably does not hear it any more."""
         self.dismiss(node, f"excluded: {reason}", exit_code=1)

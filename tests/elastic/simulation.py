@@ -18,7 +18,8 @@ from oobleck_jax.elastic.effects import (
     Tick,
     Write,
 )
-from oobleck_jax.elastic.membership import Membership, Phase
+from oobleck_jax.elastic.membership import Membership
+from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import Terms
 from oobleck_jax.planning.plan import NodeId, Plan

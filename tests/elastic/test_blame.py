@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from oobleck_jax.elastic.blame import Cause, Weight, cause_of_exit, describe_exit, first_cause, suspects
+from oobleck_jax.elastic.blame import Cause, Evidence, Weight, cause_of_exit, describe_exit, suspects
 from oobleck_jax.elastic.messages import Failed, WorkerExited
 from oobleck_jax.planning.plan import NodeId
 
@@ -18,8 +18,15 @@ def test_the_heaviest_evidence_counts_and_the_earliest_of_equals() -> None:
         cause(2, Weight.OWN, 1.2),
         cause(3, Weight.COLLATERAL, 1.3),
     ]
-    assert first_cause(causes).node == 1
-    assert first_cause([*causes, cause(4, Weight.FIRM, 1.4)]).node == 4
+    evidence = Evidence()
+    for item in causes:
+        evidence.add(item)
+    assert evidence.since_s == causes[0].noticed_s
+    assert evidence.take()[0].node == 1
+    assert evidence.take() == ()
+    for item in (*causes, cause(4, Weight.FIRM, 1.4)):
+        evidence.add(item)
+    assert evidence.take()[0].node == 4
 
 
 @pytest.mark.parametrize(

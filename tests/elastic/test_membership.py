@@ -22,7 +22,7 @@ from oobleck_jax.elastic.effects import (
     Tick,
     Write,
 )
-from oobleck_jax.elastic.membership import Phase
+from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.terms import OnLoss
 from oobleck_jax.planning.plan import NodeId
 from tests.elastic.plans import NUM_LAYERS, terms

@@ -25,7 +25,7 @@ from oobleck_jax.elastic.effects import (
     Write,
 )
 from oobleck_jax.elastic.limits import Limits
-from oobleck_jax.elastic.membership import Phase
+from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.terms import OnLoss
 from tests.elastic.plans import terms
 from tests.elastic.simulation import Node, Simulation, exited, failure, vote

@@ -1,0 +1,437 @@
+"""The course of a run: its phases, its generations, and the steps that count.
+
+What changes the membership, and the transition table, are in membership.py.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from oobleck_jax import events
+from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.attempts import Attempts
+from oobleck_jax.elastic.blame import Cause, Evidence, Weight
+from oobleck_jax.elastic.effects import FabricFailed, FabricStarted, Finish, StartFabric
+from oobleck_jax.elastic.generation import Generation
+from oobleck_jax.elastic.incidents import Incidents
+from oobleck_jax.elastic.node import Node, NodeState
+from oobleck_jax.elastic.outbox import Outbox
+from oobleck_jax.elastic.phase import NEXT, Phase
+from oobleck_jax.elastic.prospects import Prospects
+from oobleck_jax.elastic.resumption import Resumption
+from oobleck_jax.elastic.roster import Roster
+from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
+from oobleck_jax.elastic.votes import Decision, Fault
+from oobleck_jax.errors import PlanError
+from oobleck_jax.planning.plan import NodeId
+
+
+class Course:
+    """Takes the run from phase to phase.
+
+    Attributes:
+        phase: what the run waits for.
+        now_s: the time; whoever calls sets it first.
+        current: the last generation there was, even if it has been abandoned.
+        committed: the last decision.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        roster: Roster,
+        prospects: Prospects,
+        evidence: Evidence,
+        incidents: Incidents,
+        out: Outbox,
+        resumed: Resumption | None,
+        now_s: float,
+    ) -> None:
+        self.phase = Phase.GATHERING
+        self.now_s = self._phase_since_s = now_s
+        self.current: Generation | None = None
+        self._terms = terms
+        self._roster, self._prospects, self._evidence, self._incidents = roster, prospects, evidence, incidents
+        self._out = out
+        self._origin = resumed or Resumption()
+        self.committed = self._origin.committed
+        self._attempts = Attempts()
+        self._starting: int | None = None  # the generation whose fabric is being started
+        self._end: Finish | None = None
+        self._reattach_until_s: float | None = None  # until then, the nodes of the last coordinator may come back
+        if resumed is not None:
+            self._reattach_until_s = now_s + terms.limits.reattach_s
+            self._incidents.open("coordinator", "the coordinator was restarted", (), now_s)
+            self._out.write(events.Resumed(generation=self.generation, step=self.step, nodes=resumed.nodes))
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation; 0 before the first."""
+        return self.current.number if self.current else self._origin.generation
+
+    @property
+    def step(self) -> int:
+        """The step in progress, which is also the number of committed steps."""
+        return self.current.step if self.current else self._origin.step
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (Phase.STOPPING, Phase.FINISHED)
+
+    @property
+    def working(self) -> tuple[NodeId, ...]:
+        """The nodes without which the current generation cannot go on; none if it is over."""
+        if self.current is None or self.phase not in (Phase.MEETING, Phase.PREPARING, Phase.RUNNING):
+            return ()
+        return self.current.workers if self.phase is Phase.RUNNING else self.current.members
+
+    def members(self) -> list[Node]:
+        """The nodes that take part in the current generation."""
+        return [node for node in self._roster if node.takes_part]
+
+    @property
+    def _evaluation_step(self) -> int | None:
+        """The committed step whose evaluation is not complete, if there is one."""
+        if self.current is None:
+            return self._origin.evaluation_step(self._terms.evaluates_after)
+        return self.current.evaluation_step
+
+    # ---------------------------------------------------------------------------------------------------- gathering
+
+    def gathered(self, reason: str) -> None:
+        """If nodes are waited for: see whether they are enough now."""
+        if self.phase is not Phase.GATHERING:
+            return
+        if self._reattach_until_s is None:
+            self._begin(reason)
+        elif not self._not_back() and self._origin.nodes:
+            self._take_over()
+
+    def _not_back(self) -> list[NodeId]:
+        """Return the nodes that the last coordinator knew, and that have not come back with their workers."""
+        ready = {node.node for node in self._roster if node.is_ready}
+        return [node for node in self._origin.nodes if node not in ready]
+
+    def _take_over(self) -> None:
+        """The nodes of the last coordinator are back, or have had their time."""
+        self._reattach_until_s = None
+        missing = self._not_back()
+        reason = "the coordinator was restarted" + (f"; nodes {missing} did not come back" if missing else "")
+        self._incidents.open("coordinator", reason, missing, self.now_s)
+        if missing and self.generation and self._terms.on_loss is OnLoss.STOP:
+            return self._fail_for(reason, missing[0])
+        return self._begin(reason)
+
+    def _too_few(self) -> None:
+        ready = [node.node for node in self._roster.ready()]
+        what = (
+            f"only {len(ready)} of {self._terms.num_nodes} nodes were ready after "
+            f"{self.now_s - self._phase_since_s:.0f} s (ready: {ready}, joined: {list(self._roster.ids)}); "
+            "start the others, or lower --nodes"
+        )
+        self._fail_for(what)
+
+    # -------------------------------------------------------------------------------------------------- generations
+
+    def _begin(self, reason: str, proposal: Proposal | None = None) -> None:
+        """Begin the next generation if there are nodes enough; else wait for more."""
+        if not self.generation and len(self._roster.ready()) < self._terms.num_nodes:
+            return None
+        if self.step >= self._terms.steps and self._evaluation_step is None:
+            return self._stop_done()
+        if self.current is not None and self._fails_for_lost_layers(self.current.plan.num_layers, reason):
+            return None
+        try:
+            proposal = proposal or self._prospects.propose()
+        except PlanError as error:
+            return self._without_plan(reason, str(error))
+        if self._fails_for_lost_layers(proposal.plan.num_layers, reason):
+            return None
+        self.current = current = Generation(
+            self.generation + 1,
+            proposal,
+            holdings=self._roster.holdings,
+            leaving=[node.node for node in self._roster.leaving()],
+            first_step=self.step,
+            evaluation_step=self._evaluation_step,
+            now_s=self.now_s,
+        )
+        for node in self._roster.leaving():
+            if node.node not in current.members:
+                self._roster.release(node)
+        self._incidents.begin(proposal.plan_s)
+        self._out.write(
+            events.Planned(
+                generation=current.number,
+                step=current.step,
+                reason=reason,
+                plan=proposal.plan,
+                plan_reason=proposal.reason,
+            )
+        )
+        self._enter(Phase.MEETING)
+        return self._start_fabric(current)
+
+    def _without_plan(self, reason: str, error: str) -> None:
+        """There is no plan for the nodes that stay: wait for others, but keep nobody who is to leave."""
+        if self._terms.on_loss is OnLoss.STOP:
+            return self._fail_for(error)
+        for node in self._roster.leaving():
+            self._roster.release(node)
+        if self.current is not None and self._fails_for_lost_layers(self.current.plan.num_layers, reason):
+            return None
+        if self.phase is Phase.GATHERING:
+            return None
+        self._out.write(events.Gathering(reason=f"{reason}; {error}"))
+        return self._enter(Phase.GATHERING)
+
+    def _fails_for_lost_layers(self, num_layers: int, reason: str) -> bool:
+        """End the run if a layer's state died with its last holder; before the first commit, any node can make it."""
+        lost = self._prospects.lost_layers(num_layers)
+        if self.committed is None or not lost:
+            return False
+        what = f"no live node has the state of layers {lost} after step {self.step - 1} any more"
+        self._fail_for(f"{what}, and there is no checkpoint ({reason})")
+        return True
+
+    def _start_fabric(self, current: Generation) -> None:
+        """Have the fabric of a generation started, one at a time: generations may follow each other quickly."""
+        if self._starting is None:
+            self._starting = current.number
+            self._out.do(StartFabric(generation=current.number, num_nodes=len(current.members)))
+
+    def fabric(self, given: FabricStarted | FabricFailed) -> None:
+        """The coordination service of a generation can be used, or not."""
+        if given.generation == self._starting:
+            self._starting = None
+        current = self.current
+        if current is None or self.phase is not Phase.MEETING or given.generation != current.number:
+            self._out.ignore(f"the fabric of generation {given.generation} is not needed any more")
+            if current is not None and self.phase is Phase.MEETING:
+                self._start_fabric(current)
+            return None
+        if isinstance(given, FabricFailed):
+            what = f"JAX's coordination service of generation {current.number} could not start: {given.error}"
+            return self._fail_for(what)
+        nodes = sorted((node for node in self._roster if node.node in current.members), key=lambda node: node.node)
+        begin = current.begin(nodes, fabric_address=given.address, cores=self._terms.place(current.plan))
+        for node in nodes:
+            node.enter(NodeState.PREPARING, self.now_s)
+        self._send_to_members(begin)
+        return self._enter(Phase.PREPARING)
+
+    def preparing(self, node: Node, message: messages.Progress | messages.Prepared) -> None:
+        """A member goes on with its preparation, or is done."""
+        current = self.current
+        if current is None or message.generation != current.number or node.state is not NodeState.PREPARING:
+            return self._out.ignore(
+                f"node {node.node}: {type(message).__name__} of generation {message.generation}, which is over"
+            )
+        # While one goes on, those that wait for it are well, too.
+        for member in self.members():
+            member.since_s = self.now_s
+        if isinstance(message, messages.Progress):
+            return self._out.write(
+                events.Advanced(
+                    node=node.node,
+                    generation=message.generation,
+                    phase=message.phase,
+                    done=message.done,
+                    total=message.total,
+                )
+            )
+        node.enter(NodeState.RUNNING, self.now_s)
+        self._incidents.prepare(message)
+        if current.add_prepared(message):
+            self._run(current)
+        return None
+
+    def _run(self, current: Generation) -> None:
+        """Everybody is prepared: let them go."""
+        self._out.write(current.run(self.now_s))
+        self._enter(Phase.RUNNING)
+        for node in self._roster.leaving():
+            self._roster.release(node)
+        # From here on the workers have the state of their layers, and what any other node has falls behind.
+        for node in self._roster:
+            node.holds = current.plan.layers_of(node.node)
+        self._send_to_members(messages.Run(generation=current.number, step=current.step))
+
+    def running(self, node: Node, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
+        """A member has something to say of a step."""
+        current = self.current
+        if current is None or self.phase is not Phase.RUNNING or message.generation != current.number:
+            return self._ignore_late(message)
+        if node.state is not NodeState.RUNNING:
+            return self._ignore_late(message)
+        match message:
+            case messages.Evaluated() if current.awaits_evaluation(message):
+                if evaluated := current.add_evaluated(message, self.now_s):
+                    self._out.write(evaluated)
+                    self._stop_if_done(current)
+            case messages.Waiting() if message.step == current.step:
+                current.add_waiting(message, self.now_s)
+            case messages.Vote() if message.step == current.step < self._terms.steps and current.has_vote(message.node):
+                match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
+                    case Decision() as decision:
+                        self._commit(current, decision)
+                    case Fault() as fault:
+                        # Not the loss of a node: to redo the step would give the same, or hide a corruption.
+                        self._fail_for(fault.cause, fault.node)
+                    case None:
+                        pass
+            case _:
+                self._ignore_late(message)
+        return None
+
+    def _commit(self, current: Generation, decision: Decision) -> None:
+        """The step counts: write that down, and only then tell."""
+        step = current.step
+        evaluates = self._terms.evaluates_after(step)
+        self.committed = current.commit(decision, evaluates=evaluates, now_s=self.now_s)
+        self._out.write(self.committed)
+        self._send_to_members(messages.Commit(generation=current.number, step=step, global_norm=decision.global_norm))
+        for node in self._roster:
+            if not node.takes_part:
+                node.holds = ()  # one that came back with its worker, and now falls behind
+        self._attempts.clear()
+        self._close_incidents(current, step, first_step_s=self.committed.step_time_s)
+        if not self._stop_if_done(current) and self._terms.on_loss is OnLoss.REGROUP:
+            self._change_at_boundary(current)
+
+    def _change_at_boundary(self, current: Generation) -> None:
+        """Between two steps: go on without the nodes that leave, and with those that came."""
+        leaving, newcomers = self._roster.leaving(), self._prospects.newcomers(self.now_s)
+        proposal = None
+        if newcomers and not leaving:
+            try:
+                proposal = self._prospects.propose()
+            except PlanError:
+                return
+            if proposal.plan.pipelines == current.plan.pipelines:
+                return  # they would be spare, and nothing else would change: let them wait
+        reasons = [f"node {node.node} leaves ({node.leaves})" for node in leaving]
+        if leaving:
+            self._incidents.open("leave", "; ".join(reasons), [node.node for node in leaving], self.now_s)
+        if newcomers:
+            reasons.append(f"nodes {newcomers} are ready to take part")
+            self._incidents.open("join", reasons[-1], newcomers, self.now_s)
+        if reasons:
+            self.regroup("; ".join(reasons), proposal)
+
+    def regroup(self, reason: str, proposal: Proposal | None = None) -> None:
+        """Abandon the current generation and begin the next one with the nodes there are."""
+        for cause in self._evidence.take():  # about a generation that is over now
+            self.write_failure(cause, is_collateral=True)
+        if self.phase in (Phase.PREPARING, Phase.RUNNING):
+            self._out.write(events.Abandoned(generation=self.generation, step=self.step, reason=reason))
+            self._send_to_members(messages.Abandon(generation=self.generation, reason=reason))
+            for node in self.members():
+                node.enter(NodeState.IDLE, self.now_s)
+        self._begin(reason, proposal)
+
+    def retry(self, reason: str, *, is_blameless: bool = False) -> None:
+        """Regroup because a member was lost, unless that has happened too often in this step."""
+        current = self.current
+        if current is not None and self.phase in (Phase.PREPARING, Phase.RUNNING):
+            self._attempts.add(reason, is_blameless=is_blameless)
+            if why := self._attempts.why_give_up(current.step, self._terms.limits):
+                return self._fail_for(why)
+            if self.phase is Phase.RUNNING and current.step < self._terms.steps:
+                self._incidents.redo(current.plan.num_microbatches)
+        return self.regroup(reason)
+
+    # ------------------------------------------------------------------------------------------------------- ending
+
+    def _stop_if_done(self, current: Generation) -> bool:
+        if current.step < self._terms.steps or current.evaluation_step is not None:
+            return False
+        self._close_incidents(current, current.step - 1, first_step_s=0.0)
+        self._stop_done()
+        return True
+
+    def _stop_done(self) -> None:
+        self.stop(f"all {self.step} steps are done", exit_code=0, node=None)
+
+    def fail(self, cause: Cause) -> None:
+        """End the run for a cause."""
+        if self.is_over:
+            return
+        self.write_failure(cause, is_collateral=False)
+        self.stop(cause.what, exit_code=1, node=cause.guilty)
+
+    def stop(self, reason: str, *, exit_code: int, node: NodeId | None) -> None:
+        """Tell everybody that the run is over, and wait for them to leave."""
+        if self.is_over:
+            return
+        self._end = Finish(reason=reason, exit_code=exit_code, node=node)
+        self._enter(Phase.STOPPING)
+        for connection in self._roster.connections:
+            self._out.send(connection, messages.Stop(reason=reason, exit_code=exit_code))
+        self.finish_if_alone()
+
+    def finish_if_alone(self) -> None:
+        """Finish as soon as everybody has left."""
+        if not self._roster.connections:
+            self._finish()
+
+    def _finish(self) -> None:
+        end = self._end
+        assert end is not None
+        self._enter(Phase.FINISHED)
+        self._out.write(events.Finished(steps=self.step, reason=end.reason, exit_code=end.exit_code, node=end.node))
+        self._out.do(end)
+
+    # ---------------------------------------------------------------------------------------------------- deadlines
+
+    def deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """Yield the waits of the run as a whole: when each ends, and what happens then."""
+        limits = self._terms.limits
+        match self.phase:
+            case Phase.GATHERING:
+                yield self._phase_since_s + limits.gather_s, self._too_few
+                if self._reattach_until_s is not None:
+                    yield self._reattach_until_s, self._take_over
+            case Phase.MEETING:
+                error = f"no answer within {limits.fabric_s:.0f} s"
+                failed = FabricFailed(generation=self.generation, error=error)
+                yield self._phase_since_s + limits.fabric_s, partial(self.fabric, failed)
+            case Phase.STOPPING:
+                yield self._phase_since_s + limits.stop_s, self._finish
+            case _:  # the deadlines of the nodes, and of the step
+                pass
+
+    # ------------------------------------------------------------------------------------------------------ helpers
+
+    def _fail_for(self, what: str, node: NodeId | None = None) -> None:
+        self.fail(Cause(node=node, weight=Weight.FIRM, what=what, noticed_s=self.now_s))
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in NEXT[self.phase], (self.phase, phase)
+        self.phase, self._phase_since_s = phase, self.now_s
+
+    def _send_to_members(self, message: messages.ToNode) -> None:
+        for node in self.members():
+            self._out.send(node.connection, message)
+
+    def _close_incidents(self, current: Generation, step: int, *, first_step_s: float) -> None:
+        for record in self._incidents.close(current.number, step, self.now_s, first_step_s=first_step_s):
+            self._out.write(record)
+
+    def write_failure(self, cause: Cause, *, is_collateral: bool) -> None:
+        self._out.write(
+            events.Failed(
+                generation=self.generation,
+                step=self.step,
+                node=cause.guilty,
+                cause=cause.what,
+                detail=cause.detail,
+                is_collateral=is_collateral,
+            )
+        )
+
+    def _ignore_late(self, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
+        self._out.ignore(
+            f"node {message.node}: {type(message).__name__} of generation {message.generation}, step {message.step}; "
+            f"now {self.phase}, generation {self.generation}, step {self.step}"
+        )
