@@ -11,7 +11,11 @@ OobleckError
   PeerLost                    a wait ended because a node that it depended on is gone (internal)
   Stalled                     a wait went on longer than its limit (internal)
   StateDamaged                a layer state arrived with other bits than it was sent with (internal)
+  CheckpointDamaged           a part of a checkpoint is missing or has other bits than were saved
+  CheckpointUnwritable        a checkpoint, or a part of it, could not be written
 """
+
+from pathlib import Path
 
 
 class OobleckError(Exception):
@@ -106,3 +110,32 @@ class StateDamaged(OobleckError):
         super().__init__(f"the state of {group} from node {node} arrived damaged: its checksum differs")
         self.node = node
         self.group = group
+
+
+class CheckpointDamaged(OobleckError):
+    """A part of a checkpoint is missing, or has other bits than were saved.
+
+    Attributes:
+        step: last step that the checkpoint contains; None: unknown.
+        group: whose state is damaged; None: the checkpoint as a whole.
+        file: the damaged file, where known.
+    """
+
+    def __init__(self, what: str, *, step: int | None, group: str | None, file: Path | None) -> None:
+        place = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+        super().__init__(f"{place} is damaged: {file or group or 'it'} {what}")
+        self.step = step
+        self.group = group
+        self.file = file
+
+
+class CheckpointUnwritable(OobleckError):
+    """A checkpoint, or a part of it, could not be written; training does not depend on it.
+
+    Attributes:
+        path: what could not be written.
+    """
+
+    def __init__(self, path: Path, cause: str) -> None:
+        super().__init__(f"{path} cannot be written: {cause}; free space, or choose another folder")
+        self.path = path

@@ -1,0 +1,70 @@
+"""What may differ between the run that saved a checkpoint and the run that goes on with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+# What may differ, and why the run is still the same one. Everything else changes what is computed.
+_MAY_DIFFER = {
+    "preset": "only a name: its fields are compared one by one",
+    "nodes": "the plan is made anew",
+    "devices_per_node": "the plan is made anew",
+    "fault_tolerance": "the plan is made anew",
+    "microbatch_size": "losses change by less than 1e-6 relative: gradients are sums over tokens, dropout is by sample",
+    "remat": "the same numbers, computed once or twice",
+    "steps": "the next steps are the same samples; the learning rate is on its way to another last step",
+    "eval_every": "evaluation changes nothing",
+    "eval_batches": "evaluation changes nothing",
+    "data": "files move; the data themselves are compared by their fingerprint",
+    "data_dtype": "files are converted; the data themselves are compared by their fingerprint",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A field that differs."""
+
+    name: str  # as in config.json, such as "model.width"
+    saved: Any  # None: there is no such field
+    given: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {_text(self.saved)} (saved) and {_text(self.given)} (now)"
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Return where two configurations differ so that one run cannot go on with the other's checkpoint.
+
+    Args:
+        saved: what the manifest says of the configuration.
+        given: what config.json says of this run.
+    """
+    return tuple(item for item in _all_differences(saved, given) if item.name not in _MAY_DIFFER)
+
+
+def harmless_differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[tuple[Difference, str], ...]:
+    """Return where two configurations differ without harm, each with the reason."""
+    found = _all_differences(saved, given)
+    return tuple((item, _MAY_DIFFER[item.name]) for item in found if item.name in _MAY_DIFFER)
+
+
+def _all_differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[Difference]:
+    then, now = dict(_flat(saved)), dict(_flat(given))
+    names = dict.fromkeys([*then, *now])
+    return [
+        Difference(name=name, saved=then.get(name), given=now.get(name))
+        for name in names
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    fields: list[tuple[str, Any]] = []
+    for name, inner in value.items():
+        fields += _flat(inner, f"{prefix}{name}.") if isinstance(inner, Mapping) else [(prefix + name, inner)]
+    return fields
+
+
+def _text(value: Any) -> str:
+    return "absent" if value is None else str(value)

@@ -1,0 +1,84 @@
+"""How the state of a group comes back from disk, checked: a reader never gets other bits than were saved."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from oobleck_jax.checkpoint.manifest import GroupRecord
+from oobleck_jax.checkpoint.named_arrays import NamedArrays, named_arrays, nested, records_of
+from oobleck_jax.checkpoint.store import Checkpoint
+from oobleck_jax.errors import CheckpointDamaged, ConfigError
+from oobleck_jax.execution.state_transfer import checksum_of
+
+
+def read_group(checkpoint: Checkpoint, group: str) -> NamedArrays:
+    """Return the arrays of one group.
+
+    Raises:
+        CheckpointDamaged: they are not what was saved; names the file where it can.
+    """
+    damaged = checkpoint.damage(group)
+    if damaged is not None:
+        raise damaged
+    record = checkpoint.manifest.groups[group]
+    try:
+        stored = named_arrays(_restore(checkpoint, group))
+    # The files are as they were written, so this is rare; but what Orbax makes of them is beyond us.
+    except Exception as error:
+        what = f"cannot be restored by Orbax: {type(error).__name__}: {error}"
+        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None) from error
+    if stored.keys() != record.arrays.keys():
+        what = f"has the arrays {sorted(stored)}, not {sorted(record.arrays)}"
+        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None)
+    arrays = {name: np.asarray(stored[name]) for name in record.arrays}
+    if _differs(arrays, record):
+        what = "has other numbers than were saved: their checksum differs"
+        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None)
+    return arrays
+
+
+def read_state(checkpoint: Checkpoint, group: str, shapes: Any) -> Any:
+    """Return the state of one group, as a tree like `shapes`.
+
+    Args:
+        shapes: what the state looks like now, as `StateBuilder.state_shapes` tells.
+
+    Raises:
+        CheckpointDamaged: see `read_group`.
+        ConfigError: what was saved has another form; names the arrays.
+    """
+    arrays = read_group(checkpoint, group)
+    wanted, found = records_of(named_arrays(shapes)), records_of(arrays)
+    different = [
+        f"{name} is {found.get(name, 'absent')} (needed: {wanted.get(name, 'absent')})"
+        for name in dict.fromkeys([*found, *wanted])
+        if found.get(name) != wanted.get(name)
+    ]
+    if different:
+        raise ConfigError(
+            f"the state of {group} at step {checkpoint.manifest.step} does not fit this model and optimizer: "
+            f"{'; '.join(different)}"
+        )
+    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+
+
+def read_params(checkpoint: Checkpoint, group: str) -> Any:
+    """Return the parameters of one group: a nested dict, or the array itself if it is a tied one.
+
+    Raises:
+        CheckpointDamaged: see `read_group`.
+    """
+    arrays = read_group(checkpoint, group)
+    return nested({name: array for name, array in arrays.items() if name.split("/")[0] == "params"}).get("params", {})
+
+
+def _restore(checkpoint: Checkpoint, group: str) -> Any:
+    import orbax.checkpoint as ocp  # late: it costs 0.3 s and 25 MB, and most runs never restore
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore((checkpoint.folder / group).absolute())
+
+
+def _differs(arrays: NamedArrays, record: GroupRecord) -> bool:
+    return records_of(arrays) != record.arrays or checksum_of(list(arrays.values())) != record.checksum

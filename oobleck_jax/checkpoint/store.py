@@ -1,0 +1,172 @@
+"""The folder of a run's checkpoints, as the coordinator sees it; imports neither jax nor Orbax.
+
+    checkpoints/step-000123-generation-4/layer-000/...     one Orbax item for each group, written by the workers
+                                         wte/...
+                                         manifest.json     written last, by the coordinator alone
+
+A folder without a manifest is no checkpoint, so there is nothing to undo when somebody dies while saving. The generation
+is part of the name, so that a writer that everybody has given up on can never touch what others save of the same step
+later. A manifest needs no atomic rename of folders, which not every file system has.
+"""
+
+import logging
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from oobleck_jax.checkpoint.files import damage, sync_folder, write_durably
+from oobleck_jax.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
+from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable
+
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})-generation-(\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that counts."""
+
+    folder: Path
+    manifest: Manifest
+
+    def damage(self, group: str, *, whole: bool = True) -> CheckpointDamaged | None:
+        """Return what is wrong with the files of a group; None: nothing.
+
+        Args:
+            whole: read the files; if not, only their sizes are checked.
+        """
+        step, record = self.manifest.step, self.manifest.groups.get(group)
+        if record is None:
+            return CheckpointDamaged("has no record in its manifest", step=step, group=group, file=None)
+        found = damage(self.folder / group, record.files, whole=whole)
+        return None if found is None else CheckpointDamaged(found[1], step=step, group=group, file=found[0])
+
+    def first_damage(self, *, whole: bool = False) -> CheckpointDamaged | None:
+        """Return what is wrong with the first damaged group."""
+        return next(filter(None, (self.damage(group, whole=whole) for group in self.manifest.groups)), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What there is.
+
+    Attributes:
+        checkpoints: newest first.
+        damaged: those whose manifest cannot be read.
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    damaged: tuple[CheckpointDamaged, ...]
+
+
+class CheckpointStore:
+    """The checkpoints in one folder, which need not exist before the first is saved."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, *, step: int, generation: int) -> Path:
+        """Return where the groups of a checkpoint belong, each in a folder of its name."""
+        return self.root / f"step-{step:06d}-generation-{generation}"
+
+    def commit(self, manifest: Manifest) -> Checkpoint:
+        """Let a checkpoint count, now that all its groups are written.
+
+        Raises:
+            CheckpointDamaged: the files are not here, or not as their writers reported them.
+            CheckpointUnwritable: the disk is full, or read-only.
+        """
+        folder = self.folder(step=manifest.step, generation=manifest.generation)
+        checkpoint = Checkpoint(folder=folder, manifest=manifest)
+        damaged = checkpoint.first_damage()
+        if damaged is not None:
+            if not folder.is_dir():
+                what = "is not here: all nodes must write to the same folder, on a file system that they share"
+                raise CheckpointDamaged(what, step=manifest.step, group=None, file=folder)
+            raise damaged
+        try:
+            write_durably(folder / MANIFEST, encode_manifest(manifest))
+            sync_folder(self.root)
+        except OSError as error:
+            raise CheckpointUnwritable(folder / MANIFEST, str(error.strerror)) from error
+        return checkpoint
+
+    def find(self) -> Found:
+        """Return what is committed; nothing but the manifests is read."""
+        checkpoints: list[Checkpoint] = []
+        damaged: list[CheckpointDamaged] = []
+        for step, _, folder in sorted(self._folders(), reverse=True):
+            try:
+                manifest = decode_manifest((folder / MANIFEST).read_bytes())
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                damaged.append(CheckpointDamaged(str(error), step=step, group=None, file=folder / MANIFEST))
+                continue
+            checkpoints.append(Checkpoint(folder=folder, manifest=manifest))
+        return Found(checkpoints=tuple(checkpoints), damaged=tuple(damaged))
+
+    def newest(self, *, step: int | None = None) -> tuple[Checkpoint | None, tuple[CheckpointDamaged, ...]]:
+        """Return the newest checkpoint whose files are all there, and what is wrong with newer ones.
+
+        Only the sizes of files are checked; whoever reads a group finds out about the rest.
+
+        Args:
+            step: only checkpoints that end with this step.
+        """
+        found = self.find()
+        damaged = list(found.damaged)
+        for checkpoint in found.checkpoints:
+            if step in (None, checkpoint.manifest.step):
+                error = checkpoint.first_damage()
+                if error is None:
+                    newer = [other for other in damaged if other.step is None or other.step >= checkpoint.manifest.step]
+                    return checkpoint, tuple(newer)
+                damaged.append(error)
+        return None, tuple(damaged)
+
+    def clean_up(self, *, keep: int, generation: int) -> tuple[str, ...]:
+        """Remove all but the newest `keep` checkpoints, and what earlier generations left half written.
+
+        A checkpoint with a damaged manifest is left for people to look at.
+
+        Returns:
+            names of the folders that were removed.
+        """
+        assert keep >= 1
+        kept = {checkpoint.folder for checkpoint in self.find().checkpoints[:keep]}
+        removed: list[str] = []
+        for _, saved_by, folder in sorted(self._folders()):
+            is_committed = (folder / MANIFEST).exists()
+            old = folder not in kept and self._is_readable(folder) if is_committed else saved_by < generation
+            if not old:
+                continue
+            try:
+                # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
+                (folder / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+                removed.append(folder.name)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", folder, error.strerror)
+        return tuple(removed)
+
+    @staticmethod
+    def _is_readable(folder: Path) -> bool:
+        try:
+            decode_manifest((folder / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _folders(self) -> list[tuple[int, int, Path]]:
+        """Return (step, generation, folder) of all that look like checkpoints, complete or not."""
+        try:
+            entries = list(self.root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        matches = [(_NAME.fullmatch(path.name), path) for path in entries]
+        return [(int(match[1]), int(match[2]), path) for match, path in matches if match and path.is_dir()]
