@@ -12,9 +12,11 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,6 +47,7 @@ from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
+from oobleck_jax.execution.meeting import Meeting
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.inject import AtMoment, Moment, WorkerInjector
@@ -53,8 +56,8 @@ from oobleck_jax.planning.plan import NodeId
 
 logger = logging.getLogger(__name__)
 
-ConnectFabric = Callable[[Begin, int], Fabric]
-"""Makes the fabric of a generation, given the rank of this node in it."""
+ConnectFabric = Callable[[Begin, int, threading.Event], Fabric]
+"""Makes the fabric of a generation, given the rank of this node in it, and what is set when it is no longer needed."""
 
 WAIT_LIMIT_S = 600.0  # the coordinator finds a stuck node much earlier; this only ends what it cannot see
 
@@ -79,6 +82,7 @@ class Worker:
         self._at_moment = at_moment
         self._node, self._config, self._trainer, self._control = node, config, trainer, control
         self._connect_fabric = connect_fabric
+        self._meeting: Meeting | None = None
         self._fabric: Fabric | None = None
         self._begin: Begin | None = None
         self._background = Background("background")
@@ -122,8 +126,13 @@ class Worker:
 
     def _prepare(self, begin: Begin) -> None:
         self._drop_fabric()
-        _pin(next(member.cores for member in begin.members if member.node == self._node))
+        me = next(member for member in begin.members if member.node == self._node)
+        _pin(me.cores)
         self._begin = begin
+        assert not me.holds or self._applied == begin.step - 1, (
+            f"node {self._node} has the state after step {self._applied}, but generation {begin.generation} begins with "
+            f"step {begin.step} and counts on its layers {me.holds}"
+        )
         if begin.generation > 1:
             self._at_moment(Moment.RECOVERY, begin.step)
         ranks = {member.node: rank for rank, member in enumerate(begin.members)}
@@ -136,13 +145,12 @@ class Worker:
             step=begin.step,
             holdings={member.node: member.holds for member in begin.members},
         )
+        if sums := self._trainer.fabric_sums(generation):
+            self._meeting = Meeting(partial(self._make_fabric, begin, sums))
         preparation = self._trainer.prepare(generation, progress=self._progress, patience=self._patience(begin.step))
         prepared_s = time.monotonic()
-        sums = self._trainer.fabric_sums()
-        if sums:
-            self._fabric = self._connect_fabric(begin, ranks[self._node])
-            self._fabric.warm(sums, limit_s=WAIT_LIMIT_S, abandoned=self._control.abandoned)
-            self._fabric.detach()
+        if self._meeting is not None:
+            self._fabric = self._meeting.wait(WAIT_LIMIT_S, self._control.abandoned)
         self._control.send(
             Prepared(
                 node=self._node,
@@ -154,6 +162,19 @@ class Worker:
             )
         )
 
+    def _make_fabric(
+        self, begin: Begin, sums: Sequence[tuple[tuple[int, ...], int]], abandoned: threading.Event
+    ) -> Fabric:
+        rank = [member.node for member in begin.members].index(self._node)
+        fabric = self._connect_fabric(begin, rank, abandoned)
+        try:
+            fabric.warm(sums, limit_s=WAIT_LIMIT_S, abandoned=abandoned)
+        except BaseException:
+            fabric.drop()
+            raise
+        fabric.detach()
+        return fabric
+
     def _progress(self, phase: str, done: int, total: int) -> None:
         if self._control.abandoned.is_set():
             raise Abandoned(f"during {phase}")
@@ -164,9 +185,9 @@ class Worker:
         self._background.stop()  # the next generation needs the cores first
         if self._begin is not None:
             self._trainer.abandon()  # first, because sums are views of the fabric's memory
-        if self._fabric is not None:
-            self._fabric.drop()
-        self._fabric = self._begin = None
+        if self._meeting is not None:
+            self._meeting.drop()
+        self._meeting = self._fabric = self._begin = None
 
     # -- steps
 
@@ -312,14 +333,14 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
         )
     )
 
-    def connect(begin: Begin, rank: int) -> Fabric:
+    def connect(begin: Begin, rank: int, abandoned: threading.Event) -> Fabric:
         return GlooFabric.connect(
             begin.fabric_address,
             rank=rank,
             num_nodes=len(begin.members),
             hostname=arguments.host,
             limit_s=WAIT_LIMIT_S,
-            abandoned=control.abandoned,
+            abandoned=abandoned,
         )
 
     return Worker(

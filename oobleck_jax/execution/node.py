@@ -25,7 +25,7 @@ from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
-from oobleck_jax.execution.layout import Bucket, LocalStage, NodeLayout, buckets_of, groups_of, layout_of, spans_of
+from oobleck_jax.execution.layout import LocalStage, NodeLayout, buckets_of, groups_of, layout_of, spans_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
 from oobleck_jax.execution.patience import Patience
@@ -247,11 +247,14 @@ class NodeTrainer:
         for stage in self._stages.values():
             stage.load(states)
 
-    def fabric_sums(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Return (ranks, length) of every sum that the nodes of the generation ask the fabric for, in one order."""
+    def fabric_sums(self, generation: Generation) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Return (ranks, length) of every sum that the nodes of a generation ask the fabric for, in one order."""
         return tuple(
-            (self._ranks(bucket), sum(self._builder.sizes[name] for name in bucket.groups))
-            for bucket in self._buckets
+            (
+                tuple(generation.ranks[holder] for holder in bucket.holders),
+                sum(self._builder.sizes[name] for name in bucket.groups),
+            )
+            for bucket in buckets_of(self._groups, generation.plan)
             if len(bucket.holders) > 1 and any(self._builder.sizes[name] for name in bucket.groups)
         )
 
@@ -331,9 +334,6 @@ class NodeTrainer:
         return dict(self._sums)
 
     # -- helpers
-
-    def _ranks(self, bucket: Bucket) -> tuple[int, ...]:
-        return tuple(self._generation.ranks[holder] for holder in bucket.holders)
 
     def _make_stages(self, layout: NodeLayout) -> dict[int, StageRuntime]:
         return {local.index: self._make_stage(local) for local in layout.stages}

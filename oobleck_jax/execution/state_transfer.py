@@ -1,7 +1,8 @@
 """How the states of groups come to the nodes that need them, from the memory of nodes that have them.
 
 Who sends what is `planning.reconfigure.copies_of`, a function of (plan, holdings) alone, so nobody asks: sources offer,
-destinations pull, by key. Parameters and optimizer state travel together, with a checksum that the destination checks.
+destinations pull, by key. Parameters and optimizer state travel together, as one vector of words (a transfer of many
+small arrays takes several times as long), with a checksum that the destination checks.
 
 Source: Oobleck (SOSP '23), section 5.2; with optimizer state, and with the load balanced over the sources.
 """
@@ -54,9 +55,9 @@ class StateTransfer:
         """Let the destinations have what this node sends. Returns at once."""
         for number, copy in enumerate(self._copies):
             if copy.source == self._node:
-                leaves = jax.tree.leaves(states[copy.name])
-                arrays = [*leaves, _checksum(leaves)]
-                self._link.offer(self._key(number, copy), [jax.device_put(array, self._device) for array in arrays])
+                words = _pack(states[copy.name])
+                arrays = [jax.device_put(array, self._device) for array in (words, _checksum(words))]
+                self._link.offer(self._key(number, copy), arrays)
 
     def receive(self, shapes: Mapping[str, Any], patience: Patience) -> dict[str, GroupState]:
         """Return the states that this node gets.
@@ -71,10 +72,9 @@ class StateTransfer:
         pulls: list[tuple[Copy, Pull]] = []
         for number, copy in enumerate(self._copies):
             if copy.destination == self._node:
-                specs = [
-                    jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(self._device))
-                    for leaf in [*jax.tree.leaves(shapes[copy.name]), _checksum([])]
-                ]
+                sizes = (_num_words(shapes[copy.name]), 2)
+                sharding = SingleDeviceSharding(self._device)
+                specs = [jax.ShapeDtypeStruct((size,), np.uint32, sharding=sharding) for size in sizes]
                 try:
                     pull = self._link.pull(self._addresses[copy.source], self._key(number, copy), specs)
                 except PeerLost as lost:
@@ -82,10 +82,10 @@ class StateTransfer:
                 pulls.append((copy, pull))
         states: dict[str, GroupState] = {}
         for copy, pull in pulls:
-            *leaves, checksum = [np.asarray(array) for array in patience.wait(pull.wait, (copy.source,))]
-            if not np.array_equal(_checksum(leaves), checksum):
+            words, checksum = [np.asarray(array) for array in patience.wait(pull.wait, (copy.source,))]
+            if not np.array_equal(_checksum(words), checksum):
                 raise StateDamaged(node=copy.source, group=copy.name)
-            states[copy.name] = jax.tree.unflatten(jax.tree.structure(shapes[copy.name]), leaves)
+            states[copy.name] = _unpack(words, shapes[copy.name])
         return states
 
     def _key(self, number: int, copy: Copy) -> LinkKey:
@@ -107,7 +107,28 @@ def checksum_of(leaves: Sequence[np.ndarray]) -> int:
     return total % 2**64
 
 
-def _checksum(leaves: Sequence[np.ndarray]) -> np.ndarray:
+def _checksum(words: np.ndarray) -> np.ndarray:
     """Return the checksum as uint32[2], for the way."""
-    checksum = checksum_of(leaves)
+    checksum = checksum_of([words])
     return np.array([checksum % 2**32, checksum >> 32], np.uint32)
+
+
+def _num_words(shapes: GroupState) -> int:
+    """Return the length of a packed state; all its leaves have elements of 4 bytes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def _pack(state: GroupState) -> np.ndarray:
+    """Return a state as uint32[n]: the bits of its leaves, one after the other."""
+    return np.concatenate([np.ascontiguousarray(leaf).reshape(-1).view(np.uint32) for leaf in jax.tree.leaves(state)])
+
+
+def _unpack(words: np.ndarray, shapes: GroupState) -> GroupState:
+    """Invert `_pack`; the leaves share the memory of the words."""
+    leaves, structure = jax.tree.flatten(shapes)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = [
+        words[end - leaf.size : end].view(leaf.dtype).reshape(leaf.shape)
+        for leaf, end in zip(leaves, ends, strict=True)
+    ]
+    return jax.tree.unflatten(structure, parts)

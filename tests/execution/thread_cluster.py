@@ -145,7 +145,7 @@ class _Cluster:
         trainer.prepare(generation, progress=lambda phase, done, total: None, patience=patience)
         rank = generation.ranks[node]
         fabric = self._sums[number].fabric(rank)
-        fabric.warm(trainer.fabric_sums(), limit_s=LIMIT_S, abandoned=self._abandoned)
+        fabric.warm(trainer.fabric_sums(generation), limit_s=LIMIT_S, abandoned=self._abandoned)
         barrier = self._barriers[number]
         barrier.wait()
         trainer.start()
