@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,11 @@ class Profiler:
         return profile
 
 
+def cache_folder() -> Path:
+    """Return where programs compiled on this machine are kept, unless --compilation-cache says otherwise."""
+    return Path.home() / ".cache" / "oobleck_jax" / socket.gethostname()
+
+
 def read_profile(path: Path, config: RunConfig) -> Profile:
     """Return the profile in a file, which must be of the configuration's model, microbatches and devices.
 
@@ -193,7 +199,7 @@ def _summary(profile: Profile) -> str:
 
 def _reason(error: Exception, limit_s: float) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"it took more than {limit_s:.0f} s"
+        return f"it took more than {limit_s:g} s"
     if isinstance(error, subprocess.CalledProcessError):
         lines = str(error.stderr or "").strip().splitlines()
         return f"exit code {error.returncode}: {lines[-1] if lines else 'no output'}"

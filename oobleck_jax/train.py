@@ -32,6 +32,7 @@ from oobleck_jax.measured_profile import (
     LIMIT_S,
     Place,
     Profiler,
+    cache_folder,
     place_of,
     read_profile,
 )
@@ -224,7 +225,7 @@ class _Nodes:
             tls_authority=self.tls_authority,
             worker_command=self.worker_command,
             log_dir=None if log_dir is None else str(log_dir),
-            compilation_cache=str(_compilation_cache(run.compilation_cache)),
+            compilation_cache=str(run.compilation_cache or cache_folder()),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
             orphan_s=60.0 * run.orphan_minutes * run.patience,
@@ -240,7 +241,7 @@ def _profile(line: CommandLine, config: RunConfig, place: Place) -> Profile:
     if line.run.profile is not None:
         return read_profile(Path(line.run.profile), config)
     profiler = Profiler(
-        compilation_cache=_compilation_cache(line.run.compilation_cache),
+        compilation_cache=line.run.compilation_cache or cache_folder(),
         place=place,
         versions=software_versions(),
         limit_s=LIMIT_S * line.run.patience,
@@ -275,7 +276,3 @@ def _server_tls(cluster: ClusterOptions) -> ssl.SSLContext | None:
 def _default_run_dir(preset: str) -> Path:
     name = Path(preset.partition(":")[0]).stem if ":" in preset else preset
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _compilation_cache(given: Path | None) -> Path:
-    return given or Path.home() / ".cache" / "oobleck_jax" / socket.gethostname()

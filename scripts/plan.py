@@ -1,6 +1,12 @@
 """Plan a run without starting it, for machines that one need not have.
 
-python scripts/plan.py --preset gpt3-6.7b --device a40 --nodes 30 --fault-tolerance 3
+    python scripts/plan.py --preset gpt3-6.7b --device a40 --nodes 30 --fault-tolerance 3
+    python scripts/plan.py --preset gpt-laptop --nodes 4 --fault-tolerance 1
+
+Costs come from `--profile FILE`. Without it, costs on a `--device` are estimated in closed form at once (`--profile
+estimate`), or from XLA's analysis of the programs in some ten seconds (`--profile xla`; float32 only, and within a
+tenth of the closed form for GPTs, so worth it for other models). Without `--device`, they are what runs on this machine
+have measured, or rough estimates where there was none.
 """
 
 import dataclasses
@@ -16,13 +22,16 @@ from rich.console import Console
 from models.presets import load_preset
 from oobleck_jax.config import Remat, RunConfig, check_config
 from oobleck_jax.errors import ConfigError, PlanError
+from oobleck_jax.launch import available_cores
+from oobleck_jax.measured_profile import Profiler, cache_folder, place_of, read_profile
 from oobleck_jax.plan_report import Report, Request, make_report
 from oobleck_jax.plan_tables import print_report
 from oobleck_jax.planning.devices import Device, device_named, rates_of
-from oobleck_jax.planning.estimate import LAPTOP_RATES, estimate_profile
-from oobleck_jax.planning.profile import Profile, profile_from_json
+from oobleck_jax.planning.estimate import DeviceRates, estimate_profile
+from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.templates import make_templates
-from oobleck_jax.propose import layer_sizes, memory_per_device
+from oobleck_jax.propose import estimated_profile, layer_sizes, memory_per_device
+from oobleck_jax.session import software_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +46,8 @@ class Arguments:
     global_batch_size: int | None = None  # sequences per step
     remat: Literal["none", "dots", "layer"] | None = None  # what the forward pass keeps for the backward pass
 
-    device: str | None = None  # plan for this device (a40, h100, ...), with estimated costs; without: a core of a CPU
-    profile: Path | None = None  # measured costs, from scripts/profile.py, instead of estimated ones
+    device: str | None = None  # plan for this device (a40, h100, ...), with estimated costs; without: for this machine
+    profile: str | None = None  # costs: a file of scripts/profile.py, "estimate", or "xla" (default: see below)
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of activations on --device
     device_memory_gib: float | None = None  # memory of a device (default: what --device has, less a reserve)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
@@ -106,32 +115,53 @@ def report_of(arguments: Arguments, config: RunConfig) -> Report:
 
 
 def profile_of(arguments: Arguments, config: RunConfig, device: Device | None) -> Profile:
-    """Return the measured profile, or an estimated one."""
-    if arguments.profile is not None:
-        profile = profile_from_json(arguments.profile.read_bytes())
-        if profile.microbatch_size != config.microbatch_size or profile.num_layers != config.model.num_layers:
-            raise PlanError(
-                f"--profile {arguments.profile} is of {profile.num_layers} layers and microbatches of "
-                f"{profile.microbatch_size}, but the run has {config.model.num_layers} layers and microbatches of "
-                f"{config.microbatch_size}; profile again"
-            )
-        return profile
-    rates = LAPTOP_RATES
-    if device is not None:
-        rates = rates_of(
-            device,
-            precision=arguments.precision,
-            network_bytes_per_s=arguments.network_gbit * 1e9 / 8,
-            network_latency_s=arguments.network_latency_us * 1e-6,
-        )
+    """Return the costs: what --profile says, else those kept from runs on this machine, else estimates."""
+    if arguments.profile not in (None, "estimate", "xla"):
+        return read_profile(Path(arguments.profile), config)
+    if device is None and arguments.profile == "xla":
+        raise PlanError("--profile xla estimates costs on a --device; name one")
+    if device is None:
+        kept = kept_profile(arguments.preset, config) if arguments.profile is None else None
+        return kept or estimated_profile(config)
+    rates = rates_of(
+        device,
+        precision=arguments.precision,
+        network_bytes_per_s=arguments.network_gbit * 1e9 / 8,
+        network_latency_s=arguments.network_latency_us * 1e-6,
+    )
+    if arguments.profile == "xla":
+        return _estimated_with_xla(arguments, config, rates)
     return estimate_profile(
         layer_sizes(config),
         microbatch_size=config.microbatch_size,
-        precision="float32" if device is None else arguments.precision,
+        precision=arguments.precision,
         remat=config.remat,
         rates=rates,
         devices_per_node=config.devices_per_node,
     )
+
+
+def kept_profile(preset: str, config: RunConfig) -> Profile | None:
+    """Return the profile that runs on this machine have measured, if there is one."""
+    profiler = Profiler(
+        compilation_cache=cache_folder(),
+        place=place_of(num_nodes=config.nodes, cores=available_cores()),
+        versions=software_versions(),
+        limit_s=0.0,
+        say=print,
+    )
+    return profiler.kept(preset, config)
+
+
+def _estimated_with_xla(arguments: Arguments, config: RunConfig, rates: DeviceRates) -> Profile:
+    if arguments.precision != "float32":
+        raise PlanError(f"--profile xla counts float32, not {arguments.precision}; add --precision float32")
+    import jax  # imported here, because it takes its time
+
+    jax.config.update("jax_platforms", "cpu")
+    from oobleck_jax.execution.profiler import estimate_profile_with_xla
+
+    return estimate_profile_with_xla(config, rates)
 
 
 def memory_of(arguments: Arguments, config: RunConfig, device: Device | None) -> int:

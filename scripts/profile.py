@@ -30,8 +30,9 @@ class Arguments:
     device: str | None = None  # estimate for this device (a40, a100-80gb, h100, ...) instead of measuring here
     microbatch_size: int | None = None  # sequences per microbatch (default: the preset's)
     devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
-    link_gbit_per_s: float = 100.0  # network between nodes, for --device
-    repetitions: int = 5  # timed runs of each program; the median counts
+    network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
+    network_latency_us: float = 10.0  # latency of the network, for --device
+    repetitions: int = 9  # timed runs of each program; the fastest counts
     output: Path | None = None  # where to write the profile (JSON)
 
 
@@ -84,8 +85,8 @@ def _estimated(config: RunConfig, arguments: Arguments) -> Profile:
     rates = rates_of(
         device_named(arguments.device),
         precision="float32",
-        network_bytes_per_s=arguments.link_gbit_per_s / 8 * 1e9,
-        network_latency_s=1e-5,
+        network_bytes_per_s=arguments.network_gbit * 1e9 / 8,
+        network_latency_s=arguments.network_latency_us * 1e-6,
     )
     import jax
 
@@ -128,6 +129,7 @@ def _show(profile: Profile) -> None:
     Console().print(table)
     for name, rate in (("link", profile.link), ("sum", profile.sum)):
         print(f"{name}: {rate.bytes_per_s / 1e6:,.0f} MB/s, {1e3 * rate.latency_s:.2f} ms latency")
+    print(f"update, once per step: {1e9 * profile.update_s_per_byte:.2f} ms per MB of gradients")
 
 
 if __name__ == "__main__":

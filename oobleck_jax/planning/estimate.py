@@ -21,6 +21,7 @@ class LayerSize:
     num_outputs: int  # numbers that go on to the next layer
     num_residuals: int  # numbers kept for the backward pass
     num_temporaries: int  # numbers alive at once while it runs
+    is_recomputed: bool = True  # in the backward pass, when remat is "layer"; layers at the ends never are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,7 @@ def gpt_sizes(
         num_outputs=tokens,
         num_residuals=sequence_length,
         num_temporaries=tokens,
+        is_recomputed=False,
     )
     block = LayerSize(
         kind="block",
@@ -82,6 +84,7 @@ def gpt_sizes(
         num_outputs=0,
         num_residuals=tokens,
         num_temporaries=2 * tokens + 2 * sequence_length * vocab_size,
+        is_recomputed=False,
     )
     return (embedding, *[block] * num_blocks, head)
 
@@ -98,8 +101,8 @@ def estimate_profile(
     """Return a profile by closed forms.
 
     A forward pass takes the longer of its operations and its traffic to memory; a backward pass is two forward passes,
-    and a third where the layer is recomputed. Devices of a node share a
-    microbatch perfectly but for gathering the layer's parameters twice. State is float32, as AdamW keeps it. Layers
+    and a third where the layer is recomputed. Devices of a node share a microbatch perfectly but for gathering the
+    layer's parameters, once forward and twice backward. State is float32, as AdamW keeps it. Layers
     with tied parameters share one group.
 
     Args:
@@ -146,7 +149,7 @@ def _layer(
     parameter_bytes = width_bytes * (size.num_parameters + size.num_tied_parameters)
     moved_bytes = parameter_bytes + 2 * width_bytes * size.num_temporaries * microbatch_size  # written and read
     forward_s = max(size.forward_flops * microbatch_size / rates.flops_per_s, moved_bytes / rates.memory_bytes_per_s)
-    passes = 3 if remat is Remat.LAYER and size.num_residuals else 2
+    passes = 3 if remat is Remat.LAYER and size.is_recomputed else 2
 
     def cost(num_devices: int) -> LayerCost:
         gather_s = parameter_bytes * (num_devices - 1) / num_devices / rates.node_bytes_per_s
