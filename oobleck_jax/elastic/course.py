@@ -60,7 +60,8 @@ class Course:
         self._end: Finish | None = None
         self._reattach_until_s: float | None = None  # until then, the nodes of the last coordinator may come back
         if resumed is not None:
-            self._reattach_until_s = now_s + terms.limits.reattach_s
+            if resumed.generation:
+                self._reattach_until_s = now_s + terms.limits.reattach_s
             self._incidents.open("coordinator", "the coordinator was restarted", (), now_s)
             self._out.write(events.Resumed(generation=self.generation, step=self.step, nodes=resumed.nodes))
 

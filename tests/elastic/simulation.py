@@ -46,6 +46,7 @@ class Simulation:
     num_connections: int = 0
     first_connection: int = 0  # of this coordinator
     num_restarts: int = 0
+    num_sent_again: int = 0  # decisions, to nodes that came back
 
     def __post_init__(self) -> None:
         self.machine = Membership(self.terms, self.now_s)
@@ -101,7 +102,10 @@ class Simulation:
             worker=ready(node.id, node.incarnation) if has_worker else None,
             held=node.held if has_worker else None,
         )
-        self.feed(Received(connection=node.connection, message=join))
+        effects = self.feed(Received(connection=node.connection, message=join))
+        self.num_sent_again += sum(
+            isinstance(effect, Send) and isinstance(effect.message, messages.Commit) for effect in effects
+        )
 
     def restart(self) -> None:
         """The coordinator dies, and its successor reads what it wrote. The nodes have no connection then."""

@@ -175,8 +175,8 @@ class AnyRun(RuleBasedStateMachine):
             node.outbox.append(messages.Leaving(node=node.id, reason="SIGTERM"))
 
     @precondition(lambda self: self.faults_left)
-    @rule(is_soon=st.booleans(), is_complete=st.booleans())
-    def coordinator_dies(self, is_soon: bool, is_complete: bool) -> None:
+    @rule(is_soon=st.booleans(), num_rounds=st.integers(0, 8))
+    def coordinator_dies(self, is_soon: bool, num_rounds: int) -> None:
         """Now, or when the next decision is written and nobody has heard of it."""
         self.faults_left -= 1
         if is_soon:
@@ -186,8 +186,9 @@ class AnyRun(RuleBasedStateMachine):
                 return
         elif not self.simulation.end:
             self.simulation.restart()
-        if is_complete:
+        if num_rounds:
             self.simulation.reattach()
+            self.play_on(num_rounds)
 
     @precondition(lambda self: self.simulation.num_restarts)
     @rule(index=index)
@@ -372,6 +373,34 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
             seen.add("commits after a recovery")
         if any("ready to take part" in record.reason for record in simulation.records(events.Planned)):
             seen.add("newcomers")
+        if any(record.incarnation > 1 for record in simulation.records(events.Ready)):
+            seen.add("a worker is replaced twice")
+        if any("was excluded after" in record.reason for record in simulation.records(events.Rejected)):
+            seen.add("an exclusion")
+        if any(stop.exit_code == 0 and "leaves" in stop.reason for stop in simulation.sent(messages.Stop)):
+            seen.add("a node leaves")
+        seen.update(incident.kind for incident in simulation.records(events.Incident))
+        sent = [(commit.generation, commit.step) for commit in simulation.sent(messages.Commit)]
+        planned = [record.generation for record in simulation.records(events.Planned)]
+        if simulation.num_restarts and sent and planned and sent[-1][0] == planned[-1]:
+            seen.add("commits after a restart")
+        if simulation.num_sent_again:
+            seen.add("a decision is sent again")
 
     whatever_happens(check, max_examples=150)
-    assert {"commits", "commits after a recovery", "exit 0", "exit 1", "newcomers"} <= seen
+    assert seen >= {
+        "commits",
+        "commits after a recovery",
+        "exit 0",
+        "exit 1",
+        "newcomers",
+        "a worker is replaced twice",
+        "an exclusion",
+        "a node leaves",
+        "loss",
+        "join",
+        "leave",
+        "coordinator",
+        "commits after a restart",
+        "a decision is sent again",
+    }
