@@ -1,18 +1,16 @@
-"""A thread for what can wait: it works with low priority, in small parts, and drops what is left when given more."""
+"""A thread for what can wait: it works in small parts, and drops what is left when it is given more.
 
-import contextlib
+It has the priority of the others. A lower one would do harm: on a busy core it may be kept waiting while it holds
+Python's lock, and then everybody waits (a collection of garbage took seconds that way).
+"""
+
 import logging
-import os
 import queue
 import threading
 from collections.abc import Iterable
 
 
 logger = logging.getLogger(__name__)
-
-# Low enough that steps hardly notice. Not lower: it may hold Python's lock for a moment, and whoever needs that must
-# not wait until this thread gets its turn on a busy core.
-_NICE = 10
 
 
 class Background:
@@ -31,8 +29,6 @@ class Background:
         self._given.put(())
 
     def _run(self) -> None:
-        with contextlib.suppress(AttributeError, PermissionError):  # of this thread alone, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             parts = self._given.get()
             try:
