@@ -34,6 +34,7 @@ class Arguments:
     fault_tolerance: int = 1  # of the run; from 2 on, two nodes are struck at once, too
     plan: str = "0-3,3-6 | 0-3,3-6"  # while all nodes work
     folder: Path | None = None  # for the run's files (default: a new one)
+    programs: Path | None = None  # folder of compiled programs (default: in --folder)
     relative: float = 1e-6  # how much a loss may differ from the undisturbed run's
     json: Path | None = None  # write the result into this file
 
@@ -53,7 +54,12 @@ def main(arguments: Arguments) -> int:
     chaos = Chaos(
         _command(folder, run_dir, arguments, "--inject", slow),
         run_dir,
-        join_command=[sys.executable, str(TRAIN), "--compilation-cache", str(folder / "programs")],
+        join_command=[
+            sys.executable,
+            str(TRAIN),
+            "--compilation-cache",
+            str(arguments.programs or folder / "programs"),
+        ],
         num_nodes=arguments.nodes,
     )
     violations: list[str] = []
@@ -77,7 +83,14 @@ def _command(folder: Path, run_dir: Path, arguments: Arguments, *flags: str) -> 
     # The learning rate is low: the rounding differences of unequal plans grow with it, over thousands of steps.
     command = [sys.executable, str(TRAIN), "--preset", "gpt-test", "--profile", "estimate"]
     command += ["--run-dir", str(run_dir)]
-    command += ["--compilation-cache", str(folder / "programs"), "--steps", str(NUM_STEPS), "--eval-every", "0"]
+    command += [
+        "--compilation-cache",
+        str(arguments.programs or folder / "programs"),
+        "--steps",
+        str(NUM_STEPS),
+        "--eval-every",
+        "0",
+    ]
     command += ["--peak-learning-rate", "1e-5", "--nodes", str(arguments.nodes), "--plan", arguments.plan]
     return [*command, "--fault-tolerance", str(arguments.fault_tolerance), *flags]
 

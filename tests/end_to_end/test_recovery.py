@@ -20,7 +20,7 @@ def undisturbed(tmp_path_factory) -> Run:
 
 def test_a_kill_at_any_moment_of_a_step_changes_nothing_T2(undisturbed):
     """Four nodes of six die one after the other, each at another moment; two pipelines are left at any time."""
-    moments = ["0@5:forward", "1@15:backward", "2@25:sum", "3@35:vote"]
+    moments = ["0@5:forward", "1@15:backward", "2@25:sum", "3@35:vote"]  # after its vote, the step counts or does not
     run = train(
         undisturbed.run_dir.parent / "moments",
         *("--nodes", "6", "--fault-tolerance", "1", "--inject", ",".join(f"kill:{moment}" for moment in moments)),
@@ -28,7 +28,8 @@ def test_a_kill_at_any_moment_of_a_step_changes_nothing_T2(undisturbed):
     assert_equal_losses(run, undisturbed)
     assert_equal_holders(run)
     losses = [incident for incident in run.records(events.Incident) if incident.kind == "loss"]
-    assert [(incident.nodes, incident.step) for incident in losses] == [((0,), 5), ((1,), 15), ((2,), 25), ((3,), 35)]
+    assert [incident.nodes for incident in losses] == [(0,), (1,), (2,), (3,)]
+    assert [incident.step for incident in losses] in ([5, 15, 25, 35], [5, 15, 25, 36])
     assert all("SIGKILL" in incident.cause for incident in losses)
 
 

@@ -19,6 +19,7 @@ from oobleck_jax.run_processes import agents_of, workers_of
 
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / ".pytest_cache" / "programs"  # of all whole runs: most of what they compile is the same
 STEPS = 60
 LIMIT_S = 150
 T = TypeVar("T", bound=Record)
@@ -91,7 +92,7 @@ def environment() -> dict[str, str]:
 def command_of(run_dir: Path, *flags: str) -> list[str]:
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--preset", "gpt-test"]
     command += ["--profile", "estimate", "--run-dir", str(run_dir)]
-    command += ["--compilation-cache", str(run_dir.parent / "programs")]
+    command += ["--compilation-cache", str(PROGRAMS)]
     return [*command, "--steps", str(STEPS), "--eval-every", "30", *flags]
 
 
