@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 
 import msgspec
@@ -173,13 +172,10 @@ class Session:
             loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
         self._start_agents(self._setting.agents)
         watch = loop.create_task(self._watch_agents(coordinator))
-        # The first plan after a loss needs it, and should not wait for a second of imports.
-        solver = loop.run_in_executor(None, import_module, "scipy.optimize")
         try:
             return await coordinator.run(listener, tls=tls)
         finally:
             watch.cancel()
-            solver.cancel()
 
     def _interrupt(self, coordinator: Coordinator, reason: str, exit_code: int) -> None:
         if self._is_interrupted:  # again: the user has no patience left

@@ -169,13 +169,27 @@ class Launch:
 
     def await_step(self, step: int) -> None:
         """Wait until a step is committed."""
-        self._await(lambda: any(f'"step":{step},' in line for line in self.lines("metrics.jsonl")))
+        self.wait_for(lambda: any(f'"step":{step},' in line for line in self.lines("metrics.jsonl")))
+
+    def await_steps_from_now(self, count: int) -> None:
+        self.await_step(len(self.lines("journal.jsonl")) + count)
+
+    def await_plan_with(self, node: int) -> None:
+        """Wait until the last plan has a node."""
+        self.wait_for(lambda: NodeId(node) in self.events(events.Planned)[-1].plan.nodes)  # pyright: ignore
+
+    def interrupt(self, run: "subprocess.Popen[str]") -> None:
+        """End a run that goes well."""
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=10)
+        assert run.returncode == 130
+        assert err.count("\n") == 1, err
 
     def lines(self, name: str) -> list[str]:
         path = self.run_dir / name
         return path.read_text().splitlines() if path.exists() else []
 
-    def _await(self, holds: Callable[[], bool], within_s: float = 40.0) -> None:
+    def wait_for(self, holds: Callable[[], bool], within_s: float = 40.0) -> None:
         end_s = time.monotonic() + within_s
         while not holds():
             assert time.monotonic() < end_s, [process.poll() for process in self.processes]
@@ -206,7 +220,7 @@ class Launch:
         return found
 
     def await_nothing_left(self, within_s: float) -> None:
-        self._await(lambda: not self.alive(), within_s)
+        self.wait_for(lambda: not self.alive(), within_s)
 
     def events(self, kind: type[events.Record]) -> list[events.Record]:
         return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
@@ -349,7 +363,7 @@ def test_nothing_outlives_a_coordinator_that_nobody_starts_again(launch: Launch)
 
 @pytest.mark.process
 def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(launch: Launch) -> None:
-    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "1200", "--eval-every", "500")
+    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "400", "--eval-every", "150")
     command += ("--summary-json", str(launch.directory / "summary.json"))
     first = launch.start(*command)
     launch.await_step(3)
@@ -367,32 +381,32 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(
     assert {process.pid for process in launch.alive()} - {again.pid} == processes
     out, err = again.communicate(timeout=60)
     assert (again.returncode, err) == (0, "")
-    assert f"goes on after {done} of 1200 steps" in out
+    assert f"goes on after {done} of 400 steps" in out
     for name in ("journal.jsonl", "metrics.jsonl"):
-        assert [json.loads(line)["step"] for line in launch.lines(name)] == list(range(1200))
-    assert [event.step for event in launch.events(events.Evaluated)] == [499, 999, 1199]  # pyright: ignore
-    assert json.loads((launch.directory / "summary.json").read_text())["steps"] == 1200
+        assert [json.loads(line)["step"] for line in launch.lines(name)] == list(range(400))
+    assert [event.step for event in launch.events(events.Evaluated)] == [149, 299, 399]  # pyright: ignore
+    assert json.loads((launch.directory / "summary.json").read_text())["steps"] == 400
     launch.await_nothing_left(2.0)
 
     third = launch.start(*command)
     _, err = third.communicate(timeout=20)
     assert third.returncode == 2
-    assert "its run is finished after 1200 steps (all 1200 steps are done); choose another --run-dir" in err
+    assert "its run is finished after 400 steps (all 400 steps are done); choose another --run-dir" in err
 
 
 @pytest.mark.process
 def test_a_coordinator_that_is_started_again_replaces_the_agents_that_died_with_it(launch: Launch) -> None:
-    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "1500")
+    command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "99999")
     first = launch.start(*command)
     launch.await_step(3)
     first.kill()
     os.kill(launch.find("elastic.agent", node=1), signal.SIGKILL)
     first.wait()
     again = launch.start(*command)
-    _, err = again.communicate(timeout=60)
-    assert (again.returncode, err) == (0, "")
-    joined = [event.node for event in launch.events(events.Joined)]  # pyright: ignore
-    assert joined.count(NodeId(1)) == 2
+    launch.wait_for(lambda: bool(launch.events(events.Resumed)))
+    launch.await_plan_with(1)
+    launch.await_steps_from_now(3)
+    launch.interrupt(again)
     launch.await_nothing_left(2.0)
 
 
@@ -414,27 +428,45 @@ def test_other_flags_do_not_go_on_with_a_run(launch: Launch) -> None:
 
 @pytest.mark.process
 def test_an_agent_that_is_told_to_end_leaves_and_the_others_go_on(launch: Launch) -> None:
-    run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "600")
+    run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "99999")
     launch.await_step(3)
-    os.kill(launch.find("elastic.agent", node=1), signal.SIGTERM)
-    _, err = run.communicate(timeout=60)
-    assert (run.returncode, err) == (0, "")
+    agent = psutil.Process(launch.find("elastic.agent", node=1))
+    agent.terminate()
+    launch.wait_for(lambda: agent.status() == psutil.STATUS_ZOMBIE, 10.0)  # its parent looks after it in the end
+    launch.await_steps_from_now(3)
+    launch.interrupt(run)
     assert [event.node for event in launch.events(events.Leaving)] == [1]  # pyright: ignore
     assert launch.events(events.Failed) == []
     launch.await_nothing_left(2.0)
 
 
 @pytest.mark.process
+def test_a_node_whose_agent_stood_still_for_too_long_ends_when_it_goes_on(launch: Launch) -> None:
+    run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "99999")
+    launch.await_step(3)
+    agent = psutil.Process(launch.find("elastic.agent", node=1))
+    worker = psutil.Process(launch.find("fake_worker.py", node=1))
+    agent.suspend()
+    launch.wait_for(lambda: bool(launch.events(events.Failed)), 10.0)
+    agent.resume()
+    launch.wait_for(lambda: not agent.is_running() and not worker.is_running(), 10.0)
+    log = (launch.run_dir / "logs" / "node-1.log").read_text()
+    assert "node 1 ends: excluded: the agent of node 1 has been silent for 4.0 s" in log
+    launch.await_steps_from_now(3)
+    launch.interrupt(run)
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
 def test_a_node_joins_a_run_by_its_directory(launch: Launch) -> None:
-    run = launch.start("--nodes", "2", "--max-nodes", "3", "--fault-tolerance", "1", "--steps", "2000")
+    run = launch.start("--nodes", "2", "--max-nodes", "3", "--fault-tolerance", "1", "--steps", "99999")
     launch.await_step(3)
     joiner = launch.start("--join", str(launch.run_dir))
-    _, err = run.communicate(timeout=60)
-    assert (run.returncode, err) == (0, "")
-    plans = launch.events(events.Planned)
-    assert NodeId(2) in plans[-1].plan.nodes  # pyright: ignore
+    launch.await_plan_with(2)
+    launch.await_steps_from_now(3)
+    launch.interrupt(run)
     _, err = joiner.communicate(timeout=10)
-    assert (joiner.returncode, err) == (0, "")
+    assert (joiner.returncode, err) == (130, "")
     launch.await_nothing_left(2.0)
 
 
@@ -460,6 +492,24 @@ def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None
     assert "done: 8 of 8 steps" in out
     other.communicate(timeout=10)
     assert other.returncode == 0
+    launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_host_that_is_told_to_end_leaves_the_run_and_exits_with_0(launch: Launch) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    common = ("--steps", "99999", "--fault-tolerance", "1", "--coordinator-address", address, "--num-processes", "3")
+    first, second, third = [launch.start(*common, "--process-id", str(number)) for number in range(3)]
+    launch.await_step(3)
+    second.send_signal(signal.SIGTERM)
+    second.communicate(timeout=10)
+    assert second.returncode == 0
+    launch.await_steps_from_now(3)
+    launch.interrupt(first)
+    third.communicate(timeout=10)
+    assert third.returncode == 130
+    assert launch.events(events.Failed) == []
     launch.await_nothing_left(2.0)
 
 

@@ -64,7 +64,7 @@ async def run_agent(options: AgentOptions) -> int:
         The exit code of the run, or 128 + the number of the signal that ended this agent.
 
     Raises:
-        RunFailed: the coordinator cannot be reached, does not want this node, or is gone.
+        RunFailed: the coordinator cannot be reached, does not want this node (any more), or is gone; or the run failed.
     """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -116,6 +116,8 @@ class _Agent:
                 await connection.close()
                 connection = await self._enter(options.orphan_s)
             await self._keeper.end(patience_s=options.worker_stop_s)  # the coordinator hears of it, too
+            if stop.exit_code == 1:
+                raise RunFailed(f"node {self._node} ends: {stop.reason}")
             return stop.exit_code
         finally:
             heartbeats.cancel()
@@ -123,11 +125,16 @@ class _Agent:
             if self._connection is not None:
                 await self._connection.close()
 
+    @property
+    def _node(self) -> NodeId:
+        assert self._welcome is not None
+        return self._welcome.node
+
     def leave(self, reason: str) -> bool:
         """Ask to be let go; return False if this node is not in, or has asked before."""
         if self._welcome is None or self._leaving is not None:
             return False
-        self._leaving = messages.Leaving(node=self._welcome.node, reason=reason)
+        self._leaving = messages.Leaving(node=self._node, reason=reason)
         self._tell(messages.encode(self._leaving))
         return True
 
@@ -159,7 +166,7 @@ class _Agent:
                     return connection
                 await connection.close()
             if loop.time() >= give_up_s:
-                again = "" if self._welcome is None else f"node {self._welcome.node} ends: "
+                again = "" if self._welcome is None else f"node {self._node} ends: "
                 raise RunFailed(f"{again}no coordinator at {options.coordinator_address} for {patience_s:.0f} s")
 
     def _request(self) -> messages.Join:
@@ -172,7 +179,7 @@ class _Agent:
             incarnation=incarnation,
             num_devices=options.num_devices,
             versions=options.versions,
-            node=options.node if self._welcome is None else self._welcome.node,
+            node=options.node if self._welcome is None else self._node,
             config_digest=options.config_digest,
             worker=None if keeper is None else keeper.ready,
             held=None if keeper is None else keeper.held,
@@ -214,9 +221,8 @@ class _Agent:
         return None
 
     async def _heartbeats(self, keeper: WorkerKeeper) -> None:
-        assert self._welcome is not None
         while True:
-            beat = messages.Heartbeat(node=self._welcome.node, is_worker_stopped=keeper.is_stopped)
+            beat = messages.Heartbeat(node=self._node, is_worker_stopped=keeper.is_stopped)
             self._tell(messages.encode(beat))
             await asyncio.sleep(self._options.heartbeat_s)
 
