@@ -1,0 +1,249 @@
+"""Measure how fast a run recovers from a real `kill -9`, and what being able to costs while nothing fails.
+
+    python scripts/bench_recovery.py --json recovery.json
+
+Workers of a real run are killed at random moments, spread over the whole step; their agents start new ones, which join
+again before the next kill. Measured, by the clock of this machine:
+
+    notice      from the kill to the record of the loss
+    recovery    from the kill to the first commit after it, less the usual time of a step of the plan that follows
+
+Machines are shared, so medians count. The cost of fault tolerance is the ratio of the median step times of runs with
+and without it (the same plan, taking turns), less one.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tyro
+
+from oobleck_jax import events
+from oobleck_jax.planning.plan import Plan
+from oobleck_jax.run_processes import workers_of
+
+
+TRAIN = Path(__file__).with_name("train.py")
+LIMIT_S = 600.0  # for any one thing that is waited for
+NUM_USUAL = 3  # steps of a generation that must be committed before the next kill, and after it
+MANY_STEPS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Flags of this benchmark."""
+
+    preset: str = "gpt-laptop"  # what to train
+    nodes: int = 4  # of the run
+    plan: str | None = None  # while all nodes work (default: the planner's)
+    kills: int = 20  # workers to kill
+    seed: int = 0  # decides who is killed, and when
+    rounds: int = 3  # runs with and without fault tolerance, to compare; 0: do not
+    steps: int = 24  # of each of these; the first quarter is not counted
+    json: Path | None = None  # where to write the result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """What was seen of one kill."""
+
+    notice_s: float
+    until_commit_s: float  # to the first commit after it
+    plan: str  # that followed
+    incident: events.Incident
+
+
+class Run:
+    """A run of train.py and what it has written so far."""
+
+    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
+        self.folder = folder
+        self._output = (folder.parent / f"{folder.name}.txt").open("wb")
+        command = [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", *flags]
+        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+
+    def records(self, kind: type, since: float = 0.0) -> list[tuple[float, Any]]:
+        """Return (time, record) of all records of a kind."""
+        name = "journal.jsonl" if kind is events.Committed else "events.jsonl"
+        path = self.folder / name
+        found = events.read_events(path) if path.exists() else ()
+        return [(when, record) for when, record in found if isinstance(record, kind) and when >= since]
+
+    def wait(self, what: str, condition: Any) -> Any:
+        """Wait until `condition()` is true; return what it gave."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (found := condition()):
+            if self.process.poll() is not None:
+                raise SystemExit(f"the run ended ({self.process.returncode}); see {self._output.name}")
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"{what}: not within {LIMIT_S:.0f} s; see {self._output.name}")
+            time.sleep(0.02)
+        return found
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(timeout=60)
+        finally:
+            self.process.kill()
+            self._output.close()
+
+
+def main(arguments: Arguments) -> None:
+    """Kill, compare, print, write."""
+    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
+        flags = ["--preset", arguments.preset, "--nodes", str(arguments.nodes)]
+        flags += ["--compilation-cache", str(Path(folder) / "programs")]
+        kills, usual_s, plan = _kill(arguments, Path(folder), flags)
+        recovery_s = [kill.until_commit_s - usual_s[kill.plan] for kill in kills]
+        result: dict[str, Any] = {
+            "kills": arguments.kills,
+            "survived": len(kills),
+            "notice_s": _quantiles([kill.notice_s for kill in kills]),
+            "recovery_s": _quantiles(recovery_s),
+            "compilations_on_path": sum(kill.incident.num_compilations for kill in kills),
+            "redone_microbatches": statistics.mean(kill.incident.num_redone_microbatches for kill in kills),
+            "phases_s": {
+                phase: statistics.median(kill.incident.seconds.get(phase, 0.0) for kill in kills)
+                for phase in ("plan", "compile", "copy", "fabric", "first_step", "total")
+            },
+            "usual_step_s": usual_s,
+            "received_bytes": statistics.median(kill.incident.received_bytes for kill in kills),
+        }
+        if arguments.rounds:
+            result["fault_tolerance_cost"] = _cost(
+                arguments, Path(folder), [*flags, "--plan", _plan_file(plan, Path(folder))]
+            )
+    print(json.dumps(result, indent=2))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[list[Kill], dict[str, float], Plan]:
+    """Return what was seen of each kill, the usual time of a step of each plan, and the first plan."""
+    draw = random.Random(arguments.seed)
+    plan = [] if arguments.plan is None else ["--plan", arguments.plan]
+    run = Run(folder / "killed", [*flags, *plan, "--fault-tolerance", "1", "--steps", str(MANY_STEPS)])
+    kills: list[Kill] = []
+    try:
+        for number in range(arguments.kills):
+            step_s = run.wait("all nodes at work, and compiled ahead", lambda: _is_whole(run, arguments.nodes))
+            node = draw.randrange(arguments.nodes)
+            time.sleep(draw.random() * step_s)
+            kills.append(_kill_one(run, node))
+            last = kills[-1]
+            print(
+                f"kill {number + 1}/{arguments.kills}, node {node}: noticed after {last.notice_s * 1e3:.0f} ms, "
+                f"committed after {last.until_commit_s:.2f} s, {last.incident.num_compilations} compilations",
+                flush=True,
+            )
+        return kills, _usual_steps(run), run.records(events.Planned)[0][1].plan
+    finally:
+        run.end()
+
+
+def _kill_one(run: Run, node: int) -> Kill:
+    worker = workers_of(run.folder)[node]
+    killed = time.time()
+    os.kill(worker, signal.SIGKILL)
+    since = killed - 0.001  # records have milliseconds
+
+    def recovered() -> tuple[float, events.Committed, events.Incident] | None:
+        losses = [record for _, record in run.records(events.Incident, since) if record.kind == "loss"]
+        if not losses:
+            return None
+        commits = run.records(events.Committed, since)
+        return next(
+            ((when, record, losses[0]) for when, record in commits if record.generation >= losses[0].generation), None
+        )
+
+    committed, record, incident = run.wait(f"recovery from the loss of node {node}", recovered)
+    noticed = min(when for when, _ in run.records(events.Failed, since))
+    return Kill(
+        notice_s=max(noticed - killed, 0.0),
+        until_commit_s=committed - killed,
+        plan=_plans(run)[record.generation],
+        incident=incident,
+    )
+
+
+def _is_whole(run: Run, num_nodes: int) -> float | None:
+    """Return the usual time of a step once all nodes work, and have compiled what later plans may need."""
+    prepared = run.records(events.Prepared)
+    if not prepared or len(prepared[-1][1].num_compilations) < num_nodes:
+        return None
+    when, generation = prepared[-1][0], prepared[-1][1].generation
+    compiled = {record.node for _, record in run.records(events.CompiledAhead, when)}
+    steps_s = [record.step_time_s for _, record in run.records(events.Committed, when)]
+    is_last = run.records(events.Planned)[-1][1].generation == generation
+    is_ready = is_last and len(compiled) == num_nodes and len(steps_s) > NUM_USUAL
+    return statistics.median(steps_s[1:]) if is_ready else None
+
+
+def _plans(run: Run) -> dict[int, str]:
+    """Return the plan of each generation, apart from which nodes it is bound to."""
+    return {
+        record.generation: json.dumps(
+            [
+                ([(s.first_layer, s.end_layer) for s in pipeline.template.stages], pipeline.num_microbatches)
+                for pipeline in record.plan.pipelines
+            ]
+        )
+        for _, record in run.records(events.Planned)
+    }
+
+
+def _usual_steps(run: Run) -> dict[str, float]:
+    """Return the median time of the steps of each plan, without the first of each generation."""
+    plans = _plans(run)
+    steps_s: dict[str, list[float]] = {}
+    generation = None
+    for _, record in run.records(events.Committed):
+        if record.generation == generation:
+            steps_s.setdefault(plans[record.generation], []).append(record.step_time_s)
+        generation = record.generation
+    return {plan: statistics.median(times) for plan, times in steps_s.items()}
+
+
+def _plan_file(plan: Plan, folder: Path) -> str:
+    path = folder / "plan.json"
+    path.write_bytes(msgspec.json.encode(plan))
+    return str(path)
+
+
+def _cost(arguments: Arguments, folder: Path, flags: Sequence[str]) -> float:
+    """Return by how much longer a step takes with fault tolerance than without: 0.01 is one per cent."""
+    times: dict[str, list[float]] = {"0": [], "1": []}
+    for number in range(arguments.rounds):
+        for tolerance in ("0", "1") if number % 2 else ("1", "0"):
+            run_dir = folder / f"tolerance-{tolerance}-{number}"
+            run = Run(run_dir, [*flags, "--fault-tolerance", tolerance, "--steps", str(arguments.steps)])
+            run.process.wait(timeout=LIMIT_S)
+            run.end()
+            steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
+            times[tolerance] += steps_s[arguments.steps // 4 :]
+            print(f"fault tolerance {tolerance}: {statistics.median(steps_s):.3f} s per step", flush=True)
+    return statistics.median(times["1"]) / statistics.median(times["0"]) - 1
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4),
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0]))
