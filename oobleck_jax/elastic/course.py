@@ -58,10 +58,11 @@ class Course:
         self._attempts = Attempts()
         self._starting: int | None = None  # the generation whose fabric is being started
         self._end: Finish | None = None
-        self._reattach_until_s: float | None = None  # until then, the nodes of the last coordinator may come back
+        self._away: dict[NodeId, float] = {}  # nodes that may come back with their workers, and until when
+        self._is_taking_over = resumed is not None and resumed.generation > 0
         if resumed is not None:
-            if resumed.generation:
-                self._reattach_until_s = now_s + terms.limits.reattach_s
+            for node in resumed.nodes if self._is_taking_over else ():
+                self.lost_touch(node)
             self._incidents.open("coordinator", "the coordinator was restarted", (), now_s)
             self._out.write(events.Resumed(generation=self.generation, step=self.step, nodes=resumed.nodes))
 
@@ -103,23 +104,34 @@ class Course:
         """If nodes are waited for: see whether they are enough now."""
         if self.phase is not Phase.GATHERING:
             return
-        if self._reattach_until_s is None:
+        if not self._is_taking_over:
             self._begin(reason)
-        elif not self._not_back() and self._origin.nodes:
+        elif not self._away:
             self._take_over()
 
-    def _not_back(self) -> list[NodeId]:
-        """Return the nodes that the last coordinator knew, and that have not come back with their workers."""
-        ready = {node.node for node in self._roster if node.is_ready}
-        return [node for node in self._origin.nodes if node not in ready]
+    def lost_touch(self, node: NodeId) -> None:
+        """The connection of a node ended: its agent may come back, and bring its worker along."""
+        self._away[node] = self.now_s + self._terms.limits.reattach_s
+
+    def came_back(self, node: NodeId) -> None:
+        """The agent of a node has joined."""
+        self._away.pop(node, None)
+
+    def _give_up_waiting(self) -> None:
+        """Nodes have not come back in time."""
+        late = [node for node, until_s in self._away.items() if until_s <= self.now_s]
+        for node in late:
+            del self._away[node]
+        self.gathered(f"nodes {late} did not come back")
 
     def _take_over(self) -> None:
         """The nodes of the last coordinator are back, or have had their time."""
-        self._reattach_until_s = None
-        missing = self._not_back()
+        self._is_taking_over = False
+        ready = {node.node for node in self._roster if node.is_ready}
+        missing = [node for node in self._origin.nodes if node not in ready]
         reason = "the coordinator was restarted" + (f"; nodes {missing} did not come back" if missing else "")
         self._incidents.open("coordinator", reason, missing, self.now_s)
-        if missing and self.generation and self._terms.on_loss is OnLoss.STOP:
+        if missing and self._terms.on_loss is OnLoss.STOP:
             return self._fail_for(reason, missing[0])
         return self._begin(reason)
 
@@ -140,14 +152,17 @@ class Course:
             return None
         if self.step >= self._terms.steps and self._evaluation_step is None:
             return self._stop_done()
-        if self.current is not None and self._fails_for_lost_layers(self.current.plan.num_layers, reason):
+        if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
             return None
         try:
             proposal = proposal or self._prospects.propose()
         except PlanError as error:
             return self._without_plan(reason, str(error))
-        if self._fails_for_lost_layers(proposal.plan.num_layers, reason):
-            return None
+        if self.current is None:  # of a run whose coordinator died
+            if self._misses_layers(proposal.plan.num_layers, reason):
+                return None
+            if self.generation and self.step < self._terms.steps:
+                self._incidents.redo(proposal.plan.num_microbatches)
         self.current = current = Generation(
             self.generation + 1,
             proposal,
@@ -179,20 +194,28 @@ class Course:
             return self._fail_for(error)
         for node in self._roster.leaving():
             self._roster.release(node)
-        if self.current is not None and self._fails_for_lost_layers(self.current.plan.num_layers, reason):
+        if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
             return None
         if self.phase is Phase.GATHERING:
             return None
         self._out.write(events.Gathering(reason=f"{reason}; {error}"))
         return self._enter(Phase.GATHERING)
 
-    def _fails_for_lost_layers(self, num_layers: int, reason: str) -> bool:
-        """End the run if a layer's state died with its last holder; before the first commit, any node can make it."""
+    def _misses_layers(self, num_layers: int, reason: str) -> bool:
+        """End the run if a layer's state is lost; wait first for nodes that may bring it back.
+
+        Before the first commit, any node can make the state of any layer.
+        """
         lost = self._prospects.lost_layers(num_layers)
         if self.committed is None or not lost:
             return False
         what = f"no live node has the state of layers {lost} after step {self.step - 1} any more"
-        self._fail_for(f"{what}, and there is no checkpoint ({reason})")
+        away = sorted(node for node, until_s in self._away.items() if until_s > self.now_s)
+        if not away:
+            self._fail_for(f"{what}, and there is no checkpoint ({reason})")
+        elif self.phase is not Phase.GATHERING:
+            self._out.write(events.Gathering(reason=f"{what}, but nodes {away} may come back with it ({reason})"))
+            self._enter(Phase.GATHERING)
         return True
 
     def _start_fabric(self, current: Generation) -> None:
@@ -391,8 +414,8 @@ class Course:
         match self.phase:
             case Phase.GATHERING:
                 yield self._phase_since_s + limits.gather_s, self._too_few
-                if self._reattach_until_s is not None:
-                    yield self._reattach_until_s, self._take_over
+                if self._away:
+                    yield min(self._away.values()), self._give_up_waiting
             case Phase.MEETING:
                 error = f"no answer within {limits.fabric_s:.0f} s"
                 failed = FabricFailed(generation=self.generation, error=error)

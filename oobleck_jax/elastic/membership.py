@@ -192,7 +192,10 @@ class Membership:
         node = self._roster.admit(
             connection, join, has_begun=self._course.generation > 0, is_over=self._course.is_over, now_s=self._now_s
         )
-        if node is None or join.worker is None:
+        if node is None:
+            return None
+        self._course.came_back(node.node)
+        if join.worker is None:
             return None
         # It comes back with its worker, which may be in the middle of a step that nobody else is in any more.
         recalled = recall(join.held, self._course.committed)
@@ -250,6 +253,8 @@ class Membership:
             return None  # refused, or told to go before
         if self._course.is_over:
             return self._course.finish_if_alone()
+        if node.holds and node.leaves is None:
+            self._course.lost_touch(node.node)
         what = f"the agent of node {node.node} is gone ({given.reason})"
         return self._blame(self._cause(node.node, what, is_agent=True))
 

@@ -1,5 +1,7 @@
 """What the records of changes say: each change once, with its cause and its cost."""
 
+from typing import Any
+
 import pytest
 
 from oobleck_jax import events
@@ -24,7 +26,7 @@ def kill(simulation: Simulation, node: Node, exit_code: int = -9) -> None:
     simulation.say(node, exited(node.id, exit_code, node.incarnation))
 
 
-def prepare(simulation: Simulation, node: Node, generation: int, **values: object) -> None:
+def prepare(simulation: Simulation, node: Node, generation: int, **values: Any) -> None:
     simulation.say(node, messages.Prepared(node=node.id, generation=generation, num_compilations=9, **values))
 
 

@@ -342,11 +342,24 @@ def test_if_nobody_is_found_to_be_lost_all_try_again() -> None:
 def test_a_layer_without_a_holder_ends_the_run() -> None:
     simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
     for node in (nodes[1], nodes[3]):
+        simulation.say(node, exited(node.id, -9))
+    cause = simulation.records(events.Failed)[-1].cause
+    assert "no live node has the state of layers [2, 3] after step 1 any more, and there is no checkpoint" in cause
+    assert simulation.machine.phase is Phase.STOPPING
+
+
+def test_nodes_that_lost_their_connection_may_bring_their_layers_back_for_a_while() -> None:
+    simulation, nodes = committing(2, num_nodes=4, on_loss=OnLoss.REGROUP)
+    for node in (nodes[1], nodes[3]):
         simulation.feed(Disconnected(connection=node.connection, reason="gone"))
-    assert (
-        "no live node has the state of layers [2, 3] after step 1 any more"
-        in simulation.records(events.Failed)[-1].cause
-    )
+    assert simulation.machine.phase is Phase.GATHERING
+    assert "nodes [1, 3] may come back with it" in simulation.records(events.Gathering)[-1].reason
+    for _ in range(6):
+        simulation.now_s += 1.0
+        for node in (nodes[0], nodes[2]):
+            simulation.say(node, messages.Heartbeat(node=node.id))
+    cause = simulation.records(events.Failed)[-1].cause
+    assert "layers [2, 3] after step 1 any more, and there is no checkpoint (nodes [1, 3] did not come back)" in cause
 
 
 def test_an_evaluation_that_was_cut_short_is_done_again() -> None:

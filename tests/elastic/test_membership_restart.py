@@ -173,6 +173,18 @@ def test_a_connection_that_broke_costs_a_generation_but_no_state() -> None:
     assert simulation.records(events.Respawned) == []
 
 
+def test_connections_that_break_all_at_once_cost_no_state_either() -> None:
+    simulation, nodes = regrouping()
+    for node in nodes:
+        simulation.feed(Disconnected(connection=node.connection, reason="the network was away"))
+    for node in nodes:
+        simulation.rejoin(node)
+    simulation.pump_steps(3)
+    assert [record.step for record in simulation.records(events.Committed)] == [0, 1, 2, 3, 4]
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 1, 2, 3)
+    assert {node.incarnation for node in nodes} == {0}
+
+
 def test_a_new_connection_takes_the_place_of_one_that_is_not_known_to_be_lost() -> None:
     simulation, nodes = regrouping()
     old = nodes[1].connection
