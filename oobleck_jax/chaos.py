@@ -5,6 +5,7 @@ recovered from the one before, a drawn number of steps and a drawn part of a sec
 outside; nothing in the run knows of them.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -119,7 +120,7 @@ class Chaos:
         """
         self._start()
         try:
-            self._await_all(min_steps=1)
+            self._await_all(min_steps=1, limit_s=3 * self._limit_s)  # everything is compiled first
             for number, strike in enumerate(strikes):
                 self._await_steps(self._num_steps() + strike.steps)
                 time.sleep(strike.delay_s)
@@ -129,22 +130,25 @@ class Chaos:
                 self._await_all(min_steps=self._num_steps() + 1)
                 self.survived += 1
             self._interrupt()
+        except BaseException:
+            self._kill_all()
+            raise
         finally:
-            self._end()
+            self._output.close()
 
     def _carry_out(self, strike: Strike) -> None:
         workers, agents = workers_of(self._run_dir), agents_of(self._run_dir)
         match strike.target:
             case Target.WORKER:
-                _signal(workers[strike.node], signal.SIGKILL)
+                os.kill(workers[strike.node], signal.SIGKILL)
             case Target.STOP:
-                _signal(workers[strike.node], signal.SIGSTOP)
+                os.kill(workers[strike.node], signal.SIGSTOP)
             case Target.TWO | Target.AGAIN:
-                _signal(workers[strike.node], signal.SIGKILL)
+                os.kill(workers[strike.node], signal.SIGKILL)
                 time.sleep(strike.pause_s if strike.target is Target.AGAIN else 0.0)
-                _signal(workers[strike.other], signal.SIGKILL)
+                os.kill(workers[strike.other], signal.SIGKILL)
             case Target.AGENT | Target.LEAVE:
-                _signal(agents[strike.node], signal.SIGKILL if strike.target is Target.AGENT else signal.SIGTERM)
+                os.kill(agents[strike.node], signal.SIGKILL if strike.target is Target.AGENT else signal.SIGTERM)
                 gone = agents[strike.node]
                 self._await(lambda: gone not in agents_of(self._run_dir).values(), "end of the agent")
                 self._join(strike.node)
@@ -166,21 +170,26 @@ class Chaos:
     def _await_steps(self, count: int) -> None:
         self._await(lambda: self._num_steps() >= count, f"step {count - 1}")
 
-    def _await_all(self, *, min_steps: int) -> None:
+    def _await_all(self, *, min_steps: int, limit_s: float | None = None) -> None:
         """Wait until all nodes work, and some steps are committed."""
         self._await(
             lambda: self._num_steps() >= min_steps and self._num_working() == self._num_nodes,
-            f"recovery: {self._num_working()} of {self._num_nodes} nodes work, step {self._num_steps()}",
+            f"step {min_steps - 1} with all {self._num_nodes} nodes",
+            limit_s,
         )
 
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + self._limit_s
+    def _await(self, condition: Callable[[], bool], what: str, limit_s: float | None = None) -> None:
+        limit_s = limit_s or self._limit_s
+        deadline_s = time.monotonic() + limit_s
         while not condition():
             if self._coordinator is None or self._coordinator.poll() is not None:
                 raise ChaosError(f"the run ended while it should go on ({what})")
             if time.monotonic() > deadline_s:
-                raise ChaosError(f"no {what} within {self._limit_s:.0f} s")
-            time.sleep(0.05)
+                raise ChaosError(
+                    f"no {what} within {limit_s:.0f} s: {self._num_working()} of {self._num_nodes} nodes work, "
+                    f"{self._num_steps()} steps are committed"
+                )
+            time.sleep(0.1)
 
     def _num_steps(self) -> int:
         return sum(1 for _ in self._records("journal.jsonl"))
@@ -209,22 +218,23 @@ class Chaos:
 
     def _interrupt(self) -> None:
         assert self._coordinator is not None
-        self._coordinator.send_signal(signal.SIGINT)
+        self._coordinator.sendos.kill(signal.SIGINT)
         try:
             self._coordinator.wait(timeout=self._limit_s)
         except subprocess.TimeoutExpired:
             raise ChaosError(f"the run did not end within {self._limit_s:.0f} s after Ctrl-C") from None
+        for joiner in self._joiners:
+            joiner.wait(timeout=self._limit_s)
 
-    def _end(self) -> None:
+    def _kill_all(self) -> None:
+        """Leave nothing behind of a run that has gone wrong."""
         for process in [self._coordinator, *self._joiners]:
             if process is not None:
                 process.kill()
                 process.wait()
-        self._output.close()
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    os.kill(pid, number)
+        for agent in agents_of(self._run_dir).values():  # their workers end with them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
 
 
 def violations_of(run_dir: Path, expected_losses: Sequence[float], *, relative: float) -> list[str]:

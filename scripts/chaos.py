@@ -67,9 +67,9 @@ def main(arguments: Arguments) -> int:
         chaos.run(strikes, lambda text: print(text, flush=True))
     except ChaosError as error:
         violations.append(f"after strike {chaos.struck} of seed {arguments.seed}: {error}")
-    num_steps = sum(1 for _ in (run_dir / "metrics.jsonl").open())
+    num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     print(f"{chaos.survived} of {chaos.struck} survived, {num_steps} steps; now the same without strikes", flush=True)
-    losses = _undisturbed(folder, arguments, num_steps)
+    losses = _undisturbed(folder, arguments, num_steps) if num_steps else []
     violations += violations_of(run_dir, losses, relative=arguments.relative)
     result = {"incidents": chaos.struck, "survived": chaos.survived, "violations": violations}
     print(json.dumps({**result, "violations": violations[:10]}, indent=2))
@@ -101,7 +101,7 @@ def _undisturbed(folder: Path, arguments: Arguments, num_steps: int) -> list[flo
     metrics = run_dir / "metrics.jsonl"
     with subprocess.Popen(_command(folder, run_dir, arguments), stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            if metrics.exists() and sum(1 for _ in metrics.open()) >= num_steps:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_steps:
                 process.send_signal(signal.SIGINT)
                 break
             time.sleep(0.1)
