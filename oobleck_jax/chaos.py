@@ -218,7 +218,7 @@ class Chaos:
 
     def _interrupt(self) -> None:
         assert self._coordinator is not None
-        self._coordinator.sendos.kill(signal.SIGINT)
+        self._coordinator.send_signal(signal.SIGINT)
         try:
             self._coordinator.wait(timeout=self._limit_s)
         except subprocess.TimeoutExpired:
