@@ -19,7 +19,9 @@ def fields_of(config: RunConfig, preset: str = "gpt-test") -> dict[str, Any]:
 def test_a_run_may_go_on_on_other_machines_and_longer() -> None:
     given = replace(SAVED, nodes=3, devices_per_node=2, fault_tolerance=1, steps=900, remat=Remat.NONE, eval_every=7)
     assert differences(fields_of(SAVED), fields_of(given)) == ()
-    reasons = {difference.name: reason for difference, reason in harmless_differences(fields_of(SAVED), fields_of(given))}
+    reasons = {
+        difference.name: reason for difference, reason in harmless_differences(fields_of(SAVED), fields_of(given))
+    }
     assert reasons.keys() == {"nodes", "devices_per_node", "fault_tolerance", "steps", "remat", "eval_every"}
 
 
