@@ -113,9 +113,9 @@ class Course:
         """The connection of a node ended: its agent may come back, and bring its worker along."""
         self._away[node] = self.now_s + self._terms.limits.reattach_s
 
-    def came_back(self, node: NodeId) -> None:
-        """The agent of a node has joined."""
-        self._away.pop(node, None)
+    def came_back(self, node: NodeId) -> bool:
+        """The agent of a node has joined; return whether that was waited for."""
+        return self._away.pop(node, None) is not None
 
     def _give_up_waiting(self) -> None:
         """Nodes have not come back in time."""

@@ -12,6 +12,8 @@ A run is a sequence of generations, each with one plan. The phase says what the 
     phase      waits for                        then                                         no later than
     GATHERING  enough nodes that are ready      plan, StartFabric              -> MEETING    gather_s
                ... after a restart: old nodes   the same                       -> MEETING    reattach_s
+               ... if a layer is lost: nodes    the same                       -> MEETING    reattach_s
+               whose connection broke
     MEETING    FabricStarted                    Begin to the members           -> PREPARING  fabric_s
     PREPARING  Prepared from every member       Run to all of them             -> RUNNING    prepare_s without progress
     RUNNING    a Vote from every worker         write Committed, send Commit   -> RUNNING    step_limit_s
@@ -25,7 +27,8 @@ worker stopped for stopped_s or not ready after ready_s, and it is lost.
 
 What changes the membership, and what follows, if the policy is REGROUP. To *regroup* is to send Abandon to the members,
 plan for the nodes there are, and redo the step in the next generation (-> MEETING); if there is no plan for them, to
-wait for nodes (-> GATHERING); if a layer has lost its last holder, to end the run (-> STOPPING).
+wait for nodes (-> GATHERING); if a layer has lost its last holder, to end the run (-> STOPPING), unless nodes that lost
+their connection a moment ago may bring it back (-> GATHERING).
 
     what happens                when                what follows
     a worker is lost            it works            its node -> STARTING, Respawn to its agent; the others regroup
@@ -194,9 +197,9 @@ class Membership:
         )
         if node is None:
             return None
-        self._course.came_back(node.node)
+        was_away = self._course.came_back(node.node)
         if join.worker is None:
-            return None
+            return self._course.gathered(f"node {node.node} came back without its worker") if was_away else None
         # It comes back with its worker, which may be in the middle of a step that nobody else is in any more.
         recalled = recall(join.held, self._course.committed)
         node.holds = recalled.holds

@@ -104,6 +104,17 @@ def test_nodes_that_do_not_come_back_are_waited_for_a_moment_only() -> None:
     assert planned.reason == "the coordinator was restarted; nodes [1] did not come back"
 
 
+def test_a_node_whose_worker_died_meanwhile_is_not_waited_for() -> None:
+    simulation, nodes = regrouping()
+    nodes[1].is_alive = False
+    simulation.restart()
+    simulation.reattach()
+    assert nodes[1].incarnation == 1
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 2, 3)
+    simulation.pump_steps(3)
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 1, 2, 3)
+
+
 def test_layers_that_nobody_brought_back_end_the_run() -> None:
     simulation, nodes = regrouping()
     simulation.restart()
