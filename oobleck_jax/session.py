@@ -79,6 +79,7 @@ class Session:
     def run(self, listener: socket.socket, tls: ssl.SSLContext | None) -> int:
         """Coordinate the run to its end; return the exit code."""
         setting = self._setting
+        setting.run_dir.write_contact(setting.contact)
         if setting.past is None:
             self._show_plan()
             (setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")

@@ -93,6 +93,9 @@ async def connect(
                 ssl=context or True,
             )
     except aiohttp.WSServerHandshakeError as error:
+        if error.status >= 500:  # of a proxy before a coordinator that is not up
+            await asyncio.sleep(_RETRY_S)
+            return None
         hint = "; give the same --token to all" if error.status == 401 else ""
         raise RunFailed(f"{address} answered {error.status} {error.message}{hint}") from None
     except aiohttp.ClientSSLError as error:
