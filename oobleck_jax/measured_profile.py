@@ -86,14 +86,24 @@ class Profiler:
             return kept
         self.say(f"measuring the layers of {preset} (once; kept in {path.parent})")
         try:
-            return self._measure(preset, config, path)
-        except (OSError, subprocess.SubprocessError, PlanError) as error:
+            return self.measure(preset, config)
+        except PlanError as error:
             self.say(
-                f"WARNING: the layers of {preset} could not be measured ({_reason(error, self.limit_s)}); the plan is "
-                f"made from rough estimates. --profile {ESTIMATE} does that at once, --profile FILE takes a profile "
-                "of scripts/profile.py, --patience allows more time"
+                f"WARNING: {error}; the plan is made from rough estimates. --profile {ESTIMATE} does that at once, "
+                "--profile FILE takes a profile of scripts/profile.py, --patience allows more time"
             )
             return estimated_profile(config)
+
+    def measure(self, preset: str, config: RunConfig) -> Profile:
+        """Measure a profile and keep it.
+
+        Raises:
+            PlanError: that failed, or took too long.
+        """
+        try:
+            return self._measure(preset, config, self.path(preset, config))
+        except (OSError, subprocess.SubprocessError, PlanError) as error:
+            raise PlanError(f"the layers of {preset} could not be measured ({_reason(error, self.limit_s)})") from error
 
     def kept(self, preset: str, config: RunConfig) -> Profile | None:
         """Return the profile that is kept, if there is one."""

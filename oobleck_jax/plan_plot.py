@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from oobleck_jax.plan_report import Report
-from oobleck_jax.plan_tables import ranges_text, seconds
+from oobleck_jax.plan_tables import ranges_text
 from oobleck_jax.planning.plan import NodeId, Pipeline
 from oobleck_jax.planning.schedule import Interval, Phase, one_f_one_b, simulate
 
 
 MAX_PIPELINES = 24  # rows of the plan that are drawn
 MAX_SHOWN = 12  # microbatches that are drawn at each end of a long schedule
-FORWARD, BACKWARD, SUM = "#4c78a8", "#f58518", "#54a24b"
+FORWARD, BACKWARD, SUM, UPDATE = "#4c78a8", "#f58518", "#98c793", "#b279a2"
 GIB = 2**30
 
 
@@ -40,11 +40,10 @@ def draw_plan(report: Report, path: Path) -> None:
 
 def _title(report: Report) -> str:
     request, throughput = report.request, report.throughput
-    rate = f"{seconds(throughput.step_s)} per step, {throughput.tokens_per_s:,.0f} tokens/s"
     mfu = "" if throughput.model_flops_utilization is None else f", {throughput.model_flops_utilization:.1%} MFU"
     return (
         f"{request.name} on {request.nodes} nodes of {report.num_devices} x {report.device}, "
-        f"f = {request.fault_tolerance}: {rate}{mfu}"
+        f"f = {request.fault_tolerance}: {throughput.tokens_per_s:,.0f} tokens/s{mfu}"
     )
 
 
@@ -93,7 +92,12 @@ def _draw_layers(axes: Axes, rows: Sequence[tuple[Pipeline, list[int]]], report:
 def _node_text(nodes: Sequence[NodeId], room: int) -> str:
     """Return the names of nodes in at most so many characters, as far as possible."""
     names = ", ".join(str(node) for node in nodes)
-    texts = (f"node {names}" if len(nodes) == 1 else f"nodes {names}", names, f"{nodes[0]}, ... {nodes[-1]}")
+    texts = (
+        f"node {names}" if len(nodes) == 1 else f"nodes {names}",
+        names,
+        f"{nodes[0]}, ... {nodes[-1]}",
+        f"{nodes[0]}, ...",
+    )
     return next((text for text in texts if len(text) <= room), "")
 
 
@@ -140,9 +144,13 @@ def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> Non
             for interval in row:
                 if interval.end_s > begin_s and interval.start_s < end_s:
                     _draw_interval(axes, stage, interval, end_s - begin_s)
-        compute_s = report.planning.forecast.compute_s
-        if step_s > compute_s:
-            axes.add_patch(Rectangle((compute_s, -0.4), step_s - compute_s, len(rows) - 0.2, facecolor=SUM, alpha=0.6))
+        forecast = report.planning.forecast
+        summed_s = forecast.compute_s + forecast.exposed_sum_s
+        for start_s, length_s, color in (
+            (forecast.compute_s, forecast.exposed_sum_s, SUM),
+            (summed_s, forecast.update_s, UPDATE),
+        ):
+            axes.add_patch(Rectangle((start_s, -0.4), length_s, len(rows) - 0.2, facecolor=color))
         axes.set_xlim(begin_s, end_s)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         shown = range(0, len(rows), 1 + len(rows) // 30)
@@ -152,10 +160,21 @@ def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> Non
         axes.set_title(what, fontsize=9, loc="left")
     handles = [
         Rectangle((0, 0), 1, 1, color=color, label=label)
-        for color, label in ((FORWARD, "forward"), (BACKWARD, "backward"), (SUM, "gradient sums not hidden"))
+        for color, label in (
+            (FORWARD, "forward"),
+            (BACKWARD, "backward"),
+            (SUM, "gradient sums not hidden"),
+            (UPDATE, "update"),
+        )
     ]
     axes_row[-1].legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=3, fontsize=7, frameon=False
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.2,
+        ncols=len(handles),
+        fontsize=7,
+        frameon=False,
     )
 
 

@@ -3,10 +3,10 @@
     python scripts/profile.py --preset gpt-laptop --output laptop.json
     python scripts/profile.py --preset gpt3-175b --device h100 --devices-per-node 8 --output h100.json
 
-Measured times are those of one node process with one compute thread, as nodes that share a machine have.
+Measured times are those of a node with one core and one compute thread, as nodes that share a machine have. Runs on
+this machine use what was measured last.
 """
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +18,14 @@ from rich.table import Table
 from models.presets import load_preset
 from oobleck_jax.config import RunConfig
 from oobleck_jax.errors import OobleckError
+from oobleck_jax.launch import available_cores
+from oobleck_jax.measured_profile import Profiler, cache_folder, place_of
 from oobleck_jax.planning.devices import device_named, rates_of
 from oobleck_jax.planning.profile import Profile, profile_to_json
+from oobleck_jax.session import software_versions
+
+
+_LIMIT_S = 600.0  # for measuring a large model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,6 @@ class Arguments:
     devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device
-    repetitions: int = 9  # timed runs of each program; the fastest counts
     output: Path | None = None  # where to write the profile (JSON)
 
 
@@ -40,7 +45,7 @@ def main(arguments: Arguments) -> int:
     """Profile, print a table, and write the JSON."""
     try:
         config = _config(arguments)
-        profile = _measured(config, arguments) if arguments.device is None else _estimated(config, arguments)
+        profile = _measured(config, arguments.preset) if arguments.device is None else _estimated(config, arguments)
     except OobleckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,24 +65,16 @@ def _config(arguments: Arguments) -> RunConfig:
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
-def _measured(config: RunConfig, arguments: Arguments) -> Profile:
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", config.devices_per_node)
-    from oobleck_jax.execution.home import Home
-    from oobleck_jax.execution.profiler import measure_profile
-    from oobleck_jax.execution.rates import measure_rates
-
-    link, sum_rate = measure_rates()
-    return measure_profile(
-        config,
-        home=Home(jax.local_devices()),
-        link=link,
-        sum_rate=sum_rate,
-        repetitions=arguments.repetitions,
-        progress=_progress,
+def _measured(config: RunConfig, preset: str) -> Profile:
+    cores = available_cores()
+    profiler = Profiler(
+        compilation_cache=cache_folder(),
+        place=place_of(num_nodes=max(len(cores), 2), cores=cores),
+        versions=software_versions(),
+        limit_s=_LIMIT_S,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
     )
+    return profiler.measure(preset, config)
 
 
 def _estimated(config: RunConfig, arguments: Arguments) -> Profile:
@@ -94,10 +91,6 @@ def _estimated(config: RunConfig, arguments: Arguments) -> Profile:
     from oobleck_jax.execution.profiler import estimate_profile_with_xla
 
     return estimate_profile_with_xla(config, rates)
-
-
-def _progress(what: str, done: int, total: int) -> None:
-    print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
 
 def _show(profile: Profile) -> None:
