@@ -44,6 +44,7 @@ from oobleck_jax.elastic.messages import (
 )
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
+from oobleck_jax.execution.compilations import num_compilations
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
@@ -130,8 +131,8 @@ class Worker:
         _pin(me.cores)
         self._begin = begin
         assert not me.holds or self._applied == begin.step - 1, (
-            f"node {self._node} has the state after step {self._applied}, but generation {begin.generation} begins with "
-            f"step {begin.step} and counts on its layers {me.holds}"
+            f"node {self._node} has the state after step {self._applied}, but generation {begin.generation} begins "
+            f"with step {begin.step} and counts on its layers {me.holds}"
         )
         if begin.generation > 1:
             self._at_moment(Moment.RECOVERY, begin.step)
@@ -194,7 +195,7 @@ class Worker:
     def _run(self, first_step: int) -> None:
         assert self._begin is not None
         self._trainer.start()
-        self._applied = first_step - 1
+        self._applied, num_compilations_before = first_step - 1, num_compilations()
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -206,6 +207,9 @@ class Worker:
             self._trainer.commit(step, commit.global_norm)
             self._applied = step
             if step == first_step:  # not before: the first step after a recovery has been waited for long enough
+                if count := num_compilations() - num_compilations_before:
+                    generation = self._begin.generation
+                    logger.warning("%d programs were compiled in step %d of generation %d", count, step, generation)
                 self._background.begin(self._prepare_for_losses(self._begin))
             if self._config.evaluates_after(step):
                 self._evaluate(step)

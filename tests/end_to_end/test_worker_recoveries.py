@@ -1,0 +1,79 @@
+"""Workers that go through many generations: nothing is compiled on the way, and nothing is left behind."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oobleck_jax.elastic import messages
+from oobleck_jax.planning.plan import Stage
+from tests.end_to_end.worker_pair import LIMIT_S, Pair, worker_pair
+from tests.execution.thread_cluster import plan_of
+
+
+# Alternately a pipeline over both, and a whole replica on each: states are copied, and sums made, in each change.
+PLANS = (plan_of(([3, 3], 8)), plan_of(([6], 4), ([6], 4)))
+AHEAD = tuple(Stage(first_layer=first, end_layer=end) for first, end in ((0, 3), (3, 6), (0, 6)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("recoveries")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[Pair]:
+    """Two workers that have run one generation, and have compiled ahead in it."""
+    with worker_pair(folder) as pair:
+        pair.run(PLANS[0], ahead=AHEAD, abandon=False)
+        for worker in pair.workers:
+            while (told := worker.expect(messages.CompiledAhead)) and told.done < told.total:
+                pass
+        pair.abandon()
+        yield pair
+
+
+def go_through(pair: Pair, count: int) -> None:
+    for _ in range(count):
+        pair.run(PLANS[pair.generation % 2], ahead=AHEAD)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_nothing_is_compiled_between_a_loss_and_the_next_commit(pair: Pair, folder: Path) -> None:
+    go_through(pair, 4)
+    for worker in pair.workers:
+        first, *later = worker.prepared
+        assert first.num_new_compilations > 0
+        assert [prepared.num_new_compilations for prepared in later] == [0, 0, 0, 0]
+        assert later[0].received_bytes > 0
+        log = (folder / f"node-{worker.node}.log").read_text()
+        assert not re.findall(r"programs were compiled in step .* of generation [2-9]", log)
+
+
+def check_usage(pair: Pair, count: int) -> None:
+    """Go through many generations; compare what the workers use with what they used before."""
+    before = [worker.usage() for worker in pair.workers]
+    go_through(pair, count)
+    after = [worker.usage() for worker in pair.workers]
+    for old, new in zip(before, after, strict=True):
+        # Threads and files of one fabric more: it may not have been freed yet.
+        assert new["threads"] <= old["threads"] + 14, (old, new)
+        assert new["files"] <= old["files"] + 8, (old, new)
+        assert new["bytes"] <= old["bytes"] * 1.05, (old, new)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_ten_recoveries_leave_nothing_behind(pair: Pair) -> None:
+    go_through(pair, 2)
+    check_usage(pair, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(10 * LIMIT_S)
+def test_fifty_recoveries_leave_nothing_behind(pair: Pair) -> None:
+    go_through(pair, 4)
+    check_usage(pair, 45)
