@@ -15,6 +15,7 @@ of 4, walked until the result is a sample), keyed by (seed, pass): no node store
   run would repeat samples.
 """
 
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from oobleck_jax.token_file import read_token_file, scan_tokens
 BUILTIN = "builtin"
 _BYTE_VOCABULARY = 256
 _NUM_ROUNDS = 8
+_FINGERPRINT_TOKENS = 4096
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, the increment of splitmix64
 
 
@@ -78,6 +80,13 @@ class TokenDataset:
     @property
     def num_eval_samples(self) -> int:
         return max(0, (len(self.eval_part) - 1) // self.sequence_length)
+
+    @property
+    def fingerprint(self) -> str:
+        """Tell these training data from others, whatever their file is called; reads a few thousand tokens."""
+        stride = max(1, len(self.train_part) // _FINGERPRINT_TOKENS)
+        crc32 = zlib.crc32(self.train_part[::stride].astype("<u4").tobytes())
+        return f"{len(self.train_part)} tokens, crc32 {crc32:08x} of every {stride}th"
 
     def sample_range(self, step: int) -> tuple[int, int]:
         """Return (first, end) of a step's positions in the endless sequence of passes."""

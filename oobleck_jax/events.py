@@ -106,6 +106,15 @@ class Committed(_Base, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}  # mean over the nodes: compute, receive (waiting for stages), sum (of gradients)
 
 
+class Restored(_Base, frozen=True, kw_only=True):
+    """The run goes on from a checkpoint: later steps count no more. In the journal, before any node hears of it."""
+
+    generation: int  # that goes on
+    step: int  # the next one
+    checkpoint: str  # folder
+    reason: str
+
+
 class Evaluated(_Base, frozen=True, kw_only=True):
     """The mean loss over the evaluation batches after a committed step; None: not finite."""
 
@@ -210,6 +219,7 @@ Record: TypeAlias = (
     | Planned
     | Prepared
     | Committed
+    | Restored
     | Evaluated
     | Failed
     | Abandoned
@@ -272,7 +282,7 @@ class RunFiles:
                 return
             case CompiledAhead() if record.done < record.total:
                 return
-            case Committed():
+            case Committed() | Restored():
                 file = self._journal
             case _:
                 file = self._events

@@ -239,7 +239,7 @@ def _files_by_name(directory: Path) -> Iterator[tuple[str, tuple[Path, str]]]:
     files = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else [_WEIGHTS]
     for file_name in files:
         with _open(directory / file_name) as file:
-            for stored in file.keys():  # noqa: SIM118: it is no dict
+            for stored in file.keys():  # noqa: SIM118 (it is no dict)
                 yield stored.removeprefix(_PREFIX), (directory / file_name, stored)
 
 

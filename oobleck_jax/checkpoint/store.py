@@ -4,9 +4,9 @@
                                          wte/...
                                          manifest.json     written last, by the coordinator alone
 
-A folder without a manifest is no checkpoint, so there is nothing to undo when somebody dies while saving. The generation
-is part of the name, so that a writer that everybody has given up on can never touch what others save of the same step
-later. A manifest needs no atomic rename of folders, which not every file system has.
+A folder without a manifest is no checkpoint, so there is nothing to undo when somebody dies while saving. The
+generation is part of the name, so that a writer that everybody has given up on can never touch what others save of the
+same step later. A manifest needs no atomic rename of folders, which not every file system has.
 """
 
 import logging
