@@ -33,6 +33,7 @@ class Cause:
     detail: str = ""  # log tail or traceback
     noticed_s: float
     is_agent: bool = False  # the agent is lost, too: no new worker can be had of it
+    notice_s: float | None = None  # how long it had been so when it was noticed, where that is known
 
     @property
     def guilty(self) -> NodeId | None:

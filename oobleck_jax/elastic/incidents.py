@@ -20,7 +20,8 @@ class _Open:
     kind: str
     cause: str
     began_s: float
-    nodes: list[NodeId]
+    notice_s: float | None
+    nodes: list[NodeId] = field(default_factory=list[NodeId])
     collateral: list[NodeId] = field(default_factory=list[NodeId])
     num_generations: int = 0
     plan_s: float = 0.0
@@ -40,9 +41,12 @@ class Incidents:
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}  # by kind
 
-    def open(self, kind: str, cause: str, nodes: Iterable[NodeId], now_s: float) -> None:
-        """A change begins, or one of its kind that is going on grows."""
-        incident = self._open.setdefault(kind, _Open(kind=kind, cause=cause, began_s=now_s, nodes=[]))
+    def open(
+        self, kind: str, cause: str, nodes: Iterable[NodeId], now_s: float, *, notice_s: float | None = None
+    ) -> None:
+        """A change begins, or one of its kind that is going on grows; `notice_s` ago, if that is known."""
+        new = _Open(kind=kind, cause=cause, began_s=now_s, notice_s=notice_s)
+        incident = self._open.setdefault(kind, new)
         incident.nodes += [node for node in nodes if node not in incident.nodes]
 
     def is_consequence(self, cause: Cause, limits: Limits) -> bool:
@@ -99,5 +103,6 @@ class Incidents:
 
 
 def _seconds(incident: _Open, now_s: float, first_step_s: float) -> dict[str, float]:
+    notice = {} if incident.notice_s is None else {"notice": incident.notice_s}
     recovery = {"plan": incident.plan_s, **incident.slowest} if incident.num_generations else {}
-    return {**recovery, "first_step": first_step_s, "total": now_s - incident.began_s}
+    return {**notice, **recovery, "first_step": first_step_s, "total": now_s - incident.began_s}

@@ -64,6 +64,7 @@ The properties (numbers of ARCHITECTURE.md), each with a test:
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from oobleck_jax import events
@@ -83,7 +84,7 @@ from oobleck_jax.elastic.effects import (
 )
 from oobleck_jax.elastic.generation import Generation
 from oobleck_jax.elastic.incidents import Incidents
-from oobleck_jax.elastic.node import Node
+from oobleck_jax.elastic.node import Node, Overdue
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.prospects import Prospects
@@ -306,13 +307,13 @@ class Membership:
         self._course.write_failure(cause, is_collateral=is_collateral)
         if node is None:
             if working:
-                self._incidents.open("loss", cause.what, (), self._now_s)
+                self._incidents.open("loss", cause.what, (), self._now_s, notice_s=cause.notice_s)
                 self._course.retry(cause.what, is_blameless=True)
             return
         if is_collateral:
             self._incidents.add_collateral(node.node)
         else:
-            self._incidents.open("loss", cause.what, [node.node], self._now_s)
+            self._incidents.open("loss", cause.what, [node.node], self._now_s, notice_s=cause.notice_s)
         self._remove(node, cause)
         if node.node in working:
             self._course.retry(cause.what)
@@ -338,14 +339,15 @@ class Membership:
             return
         limits, current = self._terms.limits, self._course.current
         for node, overdue in self._roster.deadlines():
-            yield overdue.when_s, partial(self._overdue, node.node, overdue.what, is_agent=overdue.is_agent)
+            yield overdue.when_s, partial(self._overdue, node, overdue)
         if self._evidence.since_s is not None:
             yield self._evidence.since_s + limits.verdict_s, self._pass_verdict
         elif current is not None and self._course.phase is Phase.RUNNING:
             yield current.overdue_s(limits), partial(self._no_progress, current)
 
-    def _overdue(self, node: NodeId, what: str, *, is_agent: bool) -> None:
-        self._blame(self._cause(node, what, is_agent=is_agent))
+    def _overdue(self, node: Node, overdue: Overdue) -> None:
+        cause = self._cause(node.node, overdue.what, is_agent=overdue.is_agent)
+        self._blame(replace(cause, notice_s=overdue.limit_s))
 
     def _no_progress(self, current: Generation) -> None:
         """A step, or an evaluation, takes far longer than it may: find out who holds it up."""
@@ -354,7 +356,8 @@ class Membership:
         who = f"node {found[0]} holds" if len(found) == 1 else f"one of the nodes {list(found)} holds"
         what = f"no progress for {current.stuck_s(self._now_s):.1f} s in step {current.step}: {who} it up"
         is_clear = len(found) == 1 or self._terms.on_loss is OnLoss.REGROUP
-        self._blame(self._cause(found[0] if is_clear else None, what))
+        cause = self._cause(found[0] if is_clear else None, what)
+        self._blame(replace(cause, notice_s=current.stuck_s(self._now_s)))
 
     def _cause(self, node: NodeId | None, what: str, *, is_agent: bool = False) -> Cause:
         return Cause(node=node, weight=Weight.FIRM, what=what, noticed_s=self._now_s, is_agent=is_agent)

@@ -50,28 +50,34 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overdue:
-    """A wait for one node: when it ends, and what is wrong with the node then."""
+    """A wait for one node: how long it has been going on when it ends, and what is wrong with the node then."""
 
-    when_s: float
+    since_s: float
+    limit_s: float
     what: str
     is_agent: bool = False  # with its agent, not only with its worker
+
+    @property
+    def when_s(self) -> float:
+        return self.since_s + self.limit_s
 
 
 def deadlines_of(node: Node, limits: Limits) -> Iterator[Overdue]:
     """Yield the waits for one node."""
     who = f"node {node.node}"
     yield Overdue(
-        when_s=node.heard_s + limits.heartbeat_s,
+        since_s=node.heard_s,
+        limit_s=limits.heartbeat_s,
         what=f"the agent of {who} has been silent for {limits.heartbeat_s:.1f} s",
         is_agent=True,
     )
     if node.stopped_since_s is not None:
         what = f"the worker of {who} has been stopped by a signal (SIGSTOP) for {limits.stopped_s:.1f} s"
-        yield Overdue(when_s=node.stopped_since_s + limits.stopped_s, what=what)
+        yield Overdue(since_s=node.stopped_since_s, limit_s=limits.stopped_s, what=what)
     if node.state is NodeState.STARTING:
         began = "it joined" if not node.incarnation else f"its start as incarnation {node.incarnation}"
         what = f"the worker of {who} was not ready {limits.ready_s:.0f} s after {began}"
-        yield Overdue(when_s=node.since_s + limits.ready_s, what=what)
+        yield Overdue(since_s=node.since_s, limit_s=limits.ready_s, what=what)
     if node.state is NodeState.PREPARING:
         what = f"{who} prepared for {limits.prepare_s:.0f} s without any progress"
-        yield Overdue(when_s=node.since_s + limits.prepare_s, what=what)
+        yield Overdue(since_s=node.since_s, limit_s=limits.prepare_s, what=what)

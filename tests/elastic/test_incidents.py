@@ -65,6 +65,18 @@ def test_a_loss_is_told_with_its_cause_and_its_cost() -> None:
     )
 
 
+def test_how_long_it_took_to_notice_is_told_where_it_is_known() -> None:
+    simulation, nodes = regrouping()
+    nodes[1].has_agent = nodes[1].is_alive = False
+    for _ in range(5):
+        simulation.now_s += 1.0
+        simulation.beat()
+    simulation.pump_steps(1)
+    (incident,) = simulation.records(events.Incident)
+    assert incident.cause == "the agent of node 1 has been silent for 4.0 s"
+    assert incident.seconds["notice"] == 4.0
+
+
 def test_losses_before_the_next_commit_are_one_incident() -> None:
     simulation, nodes = regrouping(num_nodes=5)
     kill(simulation, nodes[0])
