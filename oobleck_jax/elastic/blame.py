@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from oobleck_jax import events
 from oobleck_jax.elastic import messages
 from oobleck_jax.planning.plan import NodeId
 
@@ -39,6 +40,17 @@ class Cause:
     def guilty(self) -> NodeId | None:
         """The node to blame: who only lost another one blames that one, if it knows which."""
         return self.blames if self.weight is Weight.COLLATERAL else self.node
+
+    def record(self, *, generation: int, step: int, is_collateral: bool) -> events.Failed:
+        """Return the record of this failure, in the step in progress."""
+        return events.Failed(
+            generation=generation,
+            step=step,
+            node=self.guilty,
+            cause=self.what,
+            detail=self.detail,
+            is_collateral=is_collateral,
+        )
 
 
 class Evidence:

@@ -8,6 +8,7 @@ from functools import partial
 
 from oobleck_jax import events
 from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.absences import Absences
 from oobleck_jax.elastic.attempts import Attempts
 from oobleck_jax.elastic.blame import Cause, Evidence, Weight
 from oobleck_jax.elastic.effects import FabricFailed, FabricStarted, Finish, StartFabric
@@ -58,11 +59,11 @@ class Course:
         self._attempts = Attempts()
         self._starting: int | None = None  # the generation whose fabric is being started
         self._end: Finish | None = None
-        self._away: dict[NodeId, float] = {}  # nodes that may come back with their workers, and until when
+        self._absences = Absences()
         self._is_taking_over = resumed is not None and resumed.generation > 0
         if resumed is not None:
-            for node in resumed.nodes if self._is_taking_over else ():
-                self.lost_touch(node)
+            if self._is_taking_over:
+                self._absences.add(resumed.nodes, now_s + terms.limits.reattach_s)
             self._incidents.open("coordinator", "the coordinator was restarted", (), now_s)
             self._out.write(events.Resumed(generation=self.generation, step=self.step, nodes=resumed.nodes))
 
@@ -106,23 +107,20 @@ class Course:
             return
         if not self._is_taking_over:
             self._begin(reason)
-        elif not self._away:
+        elif self._absences.next_s is None:
             self._take_over()
 
     def lost_touch(self, node: NodeId) -> None:
         """The connection of a node ended: its agent may come back, and bring its worker along."""
-        self._away[node] = self.now_s + self._terms.limits.reattach_s
+        self._absences.add([node], self.now_s + self._terms.limits.reattach_s)
 
     def came_back(self, node: NodeId) -> bool:
         """The agent of a node has joined; return whether that was waited for."""
-        return self._away.pop(node, None) is not None
+        return self._absences.remove(node)
 
     def _give_up_waiting(self) -> None:
         """Nodes have not come back in time."""
-        late = [node for node, until_s in self._away.items() if until_s <= self.now_s]
-        for node in late:
-            del self._away[node]
-        self.gathered(f"nodes {late} did not come back")
+        self.gathered(f"nodes {self._absences.take_late(self.now_s)} did not come back")
 
     def _take_over(self) -> None:
         """The nodes of the last coordinator are back, or have had their time."""
@@ -176,15 +174,7 @@ class Course:
             if node.node not in current.members:
                 self._roster.release(node)
         self._incidents.begin(proposal.plan_s)
-        self._out.write(
-            events.Planned(
-                generation=current.number,
-                step=current.step,
-                reason=reason,
-                plan=proposal.plan,
-                plan_reason=proposal.reason,
-            )
-        )
+        self._out.write(current.planned(reason))
         self._enter(Phase.MEETING)
         return self._start_fabric(current)
 
@@ -210,7 +200,7 @@ class Course:
         if self.committed is None or not lost:
             return False
         what = f"no live node has the state of layers {lost} after step {self.step - 1} any more"
-        away = sorted(node for node, until_s in self._away.items() if until_s > self.now_s)
+        away = self._absences.at(self.now_s)
         if not away:
             self._fail_for(f"{what}, and there is no checkpoint ({reason})")
         elif self.phase is not Phase.GATHERING:
@@ -414,8 +404,8 @@ class Course:
         match self.phase:
             case Phase.GATHERING:
                 yield self._phase_since_s + limits.gather_s, self._too_few
-                if self._away:
-                    yield min(self._away.values()), self._give_up_waiting
+                if self._absences.next_s is not None:
+                    yield self._absences.next_s, self._give_up_waiting
             case Phase.MEETING:
                 error = f"no answer within {limits.fabric_s:.0f} s"
                 failed = FabricFailed(generation=self.generation, error=error)
@@ -443,16 +433,7 @@ class Course:
             self._out.write(record)
 
     def write_failure(self, cause: Cause, *, is_collateral: bool) -> None:
-        self._out.write(
-            events.Failed(
-                generation=self.generation,
-                step=self.step,
-                node=cause.guilty,
-                cause=cause.what,
-                detail=cause.detail,
-                is_collateral=is_collateral,
-            )
-        )
+        self._out.write(cause.record(generation=self.generation, step=self.step, is_collateral=is_collateral))
 
     def _ignore_late(self, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
         self._out.ignore(

@@ -86,6 +86,16 @@ class Generation:
         """The committed step whose evaluation is not complete, if there is one."""
         return None if self._evaluation is None else self._evaluation.step
 
+    def planned(self, reason: str) -> events.Planned:
+        """Return the record of this generation's beginning."""
+        return events.Planned(
+            generation=self.number,
+            step=self.step,
+            reason=reason,
+            plan=self.plan,
+            plan_reason=self.proposal.reason,
+        )
+
     def begin(
         self, nodes: Sequence[Node], *, fabric_address: str, cores: Mapping[NodeId, tuple[int, ...]]
     ) -> messages.Begin:
