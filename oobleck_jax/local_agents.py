@@ -15,11 +15,10 @@ import psutil
 
 from oobleck_jax.elastic.agent import AgentOptions
 from oobleck_jax.planning.plan import NodeId
-from oobleck_jax.run_dir import ProcessId
+from oobleck_jax.process_id import ProcessId, find_process, has_ended, process_id
 
 
 _AGENT = "oobleck_jax.elastic.agent"
-_SAME_S = 2.0  # when a process began is told with the error of the clock at that time
 
 
 class LocalAgents:
@@ -39,12 +38,7 @@ class LocalAgents:
     def adopt(self, processes: Mapping[int, ProcessId]) -> None:
         """Take over the agents that another coordinator has started, as far as they live."""
         for node, process in processes.items():
-            try:
-                agent = psutil.Process(process.pid)
-                is_it = _AGENT in agent.cmdline() and abs(agent.create_time() - process.began_s) < _SAME_S
-            except psutil.Error:
-                continue
-            if is_it and not _has_ended(agent):
+            if agent := find_process(process, module=_AGENT):
                 self._agents[NodeId(node)] = agent
 
     def start(self, nodes: Iterable[NodeId], environment: Mapping[str, str]) -> None:
@@ -73,14 +67,14 @@ class LocalAgents:
 
     @property
     def alive(self) -> frozenset[NodeId]:
-        return frozenset(node for node, agent in self._agents.items() if not _has_ended(agent))
+        return frozenset(node for node, agent in self._agents.items() if not has_ended(agent))
 
     def process_ids(self) -> dict[int, ProcessId]:
         """Return the processes there are, by node."""
         found: dict[int, ProcessId] = {}
         for node in self.alive:
             with contextlib.suppress(psutil.Error):
-                found[node] = ProcessId(pid=self._agents[node].pid, began_s=self._agents[node].create_time())
+                found[node] = process_id(self._agents[node])
         return found
 
     def why_ended(self, node: NodeId) -> str:
@@ -93,22 +87,13 @@ class LocalAgents:
     def end(self, *, patience_s: float) -> None:
         """Wait for the agents to end, and kill those that do not; each takes its worker with it."""
         deadline_s = time.monotonic() + patience_s
-        while not all(map(_has_ended, self._agents.values())) and time.monotonic() < deadline_s:
+        while not all(map(has_ended, self._agents.values())) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         for agent in self._agents.values():
-            if not _has_ended(agent):
+            if not has_ended(agent):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(agent.pid, signal.SIGKILL)
         for agent in self._agents.values():
             with contextlib.suppress(psutil.TimeoutExpired):
                 agent.wait(timeout=5.0)
         self._agents.clear()
-
-
-def _has_ended(agent: psutil.Process) -> bool:
-    if isinstance(agent, psutil.Popen):
-        return agent.poll() is not None
-    try:
-        return not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -15,13 +15,7 @@ from types import TracebackType
 import msgspec
 
 from oobleck_jax.errors import ConfigError
-
-
-class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of this machine."""
-
-    pid: int
-    began_s: float  # since 1970: another process that has its number later began later
+from oobleck_jax.process_id import ProcessId
 
 
 class Contact(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +26,7 @@ class Contact(msgspec.Struct, frozen=True, kw_only=True):
     tls_authority: str | None  # file of certificates to trust; None: no TLS
     pid: int  # of the coordinator
     agents: dict[int, ProcessId] = {}  # on its machine, by node
+    fabric_host: ProcessId | None = None
 
 
 def read_contact(run_dir: Path) -> Contact | None:

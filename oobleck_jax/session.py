@@ -26,7 +26,7 @@ from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
-from oobleck_jax.execution.jaxlib_private import start_coordination_service
+from oobleck_jax.fabric_host import FabricHost, end_fabric_host
 from oobleck_jax.inject import Kind
 from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
@@ -45,6 +45,7 @@ SIGNALS: Mapping[signal.Signals, tuple[str, int]] = {
     signal.SIGHUP: ("the terminal is gone (SIGHUP)", 129),
 }
 _AGENTS_END_S = 1.0  # local agents end after the run; they have been told to, or have no coordinator any more
+_LINGER_S = 2.0  # fabric services outlive the last worker that may be attached to them
 _WATCH_S = 0.5  # between two looks at local agents that have not joined yet
 
 
@@ -68,6 +69,11 @@ class Session:
         self._on_loss = OnLoss.REGROUP if config.fault_tolerance else OnLoss.STOP
         self._cores = available_cores() if setting.is_local else ()
         self._agents = LocalAgents(setting.agents, log_path=setting.run_dir.log_path)
+        self._fabric_host = FabricHost(
+            linger_s=setting.orphan_s + _LINGER_S,
+            log_path=setting.run_dir.path / "logs" / "fabric.log",
+            environment=os.environ,
+        )
         self._summary = Summary(tokens_per_step=config.tokens_per_step)
         self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
         past = setting.past
@@ -94,6 +100,7 @@ class Session:
             raise RunFailed(f"the coordinator cannot go on: {error}; see {setting.run_dir.path}") from error
         finally:
             self._agents.end(patience_s=_AGENTS_END_S * setting.patience)
+            self._end_fabric_host_before()
             self._display.close()
             self._files.close()
         self._conclude(end)
@@ -111,6 +118,7 @@ class Session:
                 self._inject(record.step)
             case events.Prepared() if self._first_step_s is None:
                 self._first_step_s = time.monotonic()
+                self._end_fabric_host_before()  # everybody has left it
             case _:
                 pass
         if isinstance(record, events.Failed) and record is self._summary.failure and self._on_loss is OnLoss.STOP:
@@ -158,7 +166,7 @@ class Session:
     async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
         loop = asyncio.get_running_loop()
         services = Services(
-            start_fabric=start_coordination_service,
+            start_fabric=self._fabric_host.start_service,
             fabric_host=self._setting.fabric_host,
             listen_host=self._setting.listen_host,
             record=self.record,
@@ -177,20 +185,31 @@ class Session:
             return await coordinator.run(listener, tls=tls)
         finally:
             watch.cancel()
+            self._fabric_host.end()
 
     def _interrupt(self, coordinator: Coordinator, reason: str, exit_code: int) -> None:
         if self._is_interrupted:  # again: the user has no patience left
             self._agents.end(patience_s=0.0)
+            self._fabric_host.end()
+            self._end_fabric_host_before()
             os._exit(exit_code)
         self._is_interrupted = True
         coordinator.interrupt(reason, exit_code)
+
+    def _end_fabric_host_before(self) -> None:
+        if (process := self._setting.contact.fabric_host) is not None:
+            end_fabric_host(process)
 
     def _start_agents(self, nodes: Iterable[NodeId]) -> None:
         """Start agents on this machine where there are none, and write down which processes there are."""
         contact = self._setting.contact
         self._agents.start(nodes, os.environ)
         self._setting.run_dir.write_contact(
-            msgspec.structs.replace(contact, agents={**contact.agents, **self._agents.process_ids()})
+            msgspec.structs.replace(
+                contact,
+                agents={**contact.agents, **self._agents.process_ids()},
+                fabric_host=self._fabric_host.process_id,
+            )
         )
 
     def _resumption(self) -> Resumption | None:

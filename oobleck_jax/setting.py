@@ -29,6 +29,7 @@ class Setting:
         injections: what is to fail on purpose.
         token: secret of the nodes.
         patience: factor of all time limits.
+        orphan_s: how long nodes wait for the successor of this process.
         began_s: when the program began, by `time.monotonic`.
         past: the run that is to go on, if a coordinator before this one has begun it.
     """
@@ -46,6 +47,7 @@ class Setting:
     injections: tuple[Injection, ...]
     contact: Contact
     patience: float
+    orphan_s: float
     summary_path: Path | None
     began_s: float
     past: PastRun | None = None

@@ -139,6 +139,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 tls_authority=nodes.tls_authority,
                 pid=os.getpid(),
                 agents={} if before is None else before.agents,
+                fabric_host=None if before is None else before.fabric_host,
             )
             agents = {
                 node: nodes.agent(contact.address, config=config, node=node, log_dir=run_dir.path / "logs")
@@ -158,6 +159,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 agents=agents,
                 contact=contact,
                 patience=line.run.patience,
+                orphan_s=nodes.orphan_s,
                 summary_path=line.run.summary_json,
                 began_s=began_s,
                 past=past,
@@ -178,6 +180,10 @@ class _Nodes:
         """File of the certificates to trust; one that signs itself is its own authority."""
         authority = self.line.cluster.tls_authority or self.line.cluster.tls_certificate
         return None if authority is None else str(authority.resolve())
+
+    @property
+    def orphan_s(self) -> float:
+        return 60.0 * self.line.run.orphan_minutes * self.line.run.patience
 
     def joining(self, where: str) -> AgentOptions:
         """Return the options of an agent that joins a run as one more node.
@@ -228,7 +234,7 @@ class _Nodes:
             compilation_cache=str(run.compilation_cache or cache_folder()),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
-            orphan_s=60.0 * run.orphan_minutes * run.patience,
+            orphan_s=self.orphan_s,
             leave_s=25.0 * run.patience,
             worker_stop_s=1.5 * run.patience,
         )

@@ -10,7 +10,7 @@ import pytest
 from oobleck_jax.elastic.agent import AgentOptions
 from oobleck_jax.local_agents import LocalAgents
 from oobleck_jax.planning.plan import NodeId
-from oobleck_jax.run_dir import ProcessId
+from oobleck_jax.process_id import ProcessId
 
 
 pytestmark = pytest.mark.process

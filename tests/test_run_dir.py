@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from oobleck_jax.errors import ConfigError
-from oobleck_jax.run_dir import Contact, ProcessId, RunDir, read_contact
+from oobleck_jax.process_id import ProcessId
+from oobleck_jax.run_dir import Contact, RunDir, read_contact
 
 
 CONTACT = Contact(

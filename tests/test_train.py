@@ -219,6 +219,10 @@ class Launch:
                 continue
         return found
 
+    def node_processes(self) -> set[int]:
+        """The agents and workers that live."""
+        return {process.pid for process in self.alive() if self._node_of(process) >= 0}
+
     def await_nothing_left(self, within_s: float) -> None:
         self.wait_for(lambda: not self.alive(), within_s)
 
@@ -367,18 +371,19 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(
     command += ("--summary-json", str(launch.directory / "summary.json"))
     first = launch.start(*command)
     launch.await_step(3)
-    processes = {process.pid for process in launch.alive()} - {first.pid}
+    processes = launch.node_processes()
+    assert len(processes) == 6
     first.kill()
     first.wait()
     journal = launch.run_dir / "journal.jsonl"
     done = len(journal.read_bytes().splitlines())
-    assert {process.pid for process in launch.alive()} == processes
+    assert launch.node_processes() == processes
     with journal.open("ab") as file:
         file.write(b'{"time":1.0,"event":"comm')  # it was about to decide
 
     again = launch.start(*command)
     launch.await_step(done + 3)
-    assert {process.pid for process in launch.alive()} - {again.pid} == processes
+    assert launch.node_processes() == processes
     out, err = again.communicate(timeout=60)
     assert (again.returncode, err) == (0, "")
     assert f"goes on after {done} of 400 steps" in out
