@@ -81,7 +81,8 @@ class StageRuntime:
         self._runs: dict[tuple[str, ...], ParameterRun] = {}
         self._accumulators: list[SpanParams] = []
         self._saved: dict[int, list[tuple[Any, Any]]] = {}
-        self._layer_numbers = [self._put(np.int32(layer_span.first_layer)) for layer_span, _ in self._spans]
+        numbers = [np.int32(layer_span.first_layer) for layer_span, _ in self._spans]
+        self._layer_numbers: list[jax.Array] = jax.device_put(numbers, self.devices.replicated)
 
     # -- preparation
 

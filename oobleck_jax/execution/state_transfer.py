@@ -56,8 +56,7 @@ class StateTransfer:
         for number, copy in enumerate(self._copies):
             if copy.source == self._node:
                 words = _pack(states[copy.name])
-                arrays = [jax.device_put(array, self._device) for array in (words, _checksum(words))]
-                self._link.offer(self._key(number, copy), arrays)
+                self._link.offer(self._key(number, copy), jax.device_put([words, _checksum(words)], self._device))
 
     def receive(self, shapes: Mapping[str, Any], patience: Patience) -> dict[str, GroupState]:
         """Return the states that this node gets.
