@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "oobleck_jax.token_file",
         "oobleck_jax.planning",
     ),
+    "oobleck_jax/checkpoint": (*BASE, "oobleck_jax.planning", "oobleck_jax.execution"),
     "models": ("oobleck_jax.config", "oobleck_jax.errors", "oobleck_jax.model", "oobleck_jax.model_config"),
     "oobleck_jax/config.py": BASE,
     "oobleck_jax/data.py": ("oobleck_jax.config", "oobleck_jax.errors", "oobleck_jax.token_file"),
@@ -55,6 +56,10 @@ FORBIDDEN = {
     "oobleck_jax/elastic/course.py": ("time", "random", "socket", "asyncio", "aiohttp", "threading", "logging"),
     "oobleck_jax/elastic/roster.py": ("time", "random", "socket", "asyncio", "aiohttp", "threading", "logging"),
     "oobleck_jax/elastic/generation.py": ("time", "random", "socket", "asyncio", "aiohttp", "threading", "logging"),
+    **{
+        f"oobleck_jax/checkpoint/{name}.py": ("jax", "flax", "orbax", "numpy", "oobleck_jax.execution")
+        for name in ("compatibility", "election", "files", "manifest", "store")
+    },
     "oobleck_jax/elastic/child.py": ("oobleck_jax", "msgspec", "aiohttp"),
 }
 

@@ -48,8 +48,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     config: dict[str, Any]  # what config.json says, the preset's reference included
     versions: dict[str, str]  # of the software
     groups: dict[str, GroupRecord]
-    format_version: int = FORMAT_VERSION
-    crc32: int = 0  # of this manifest without this number
 
     @property
     def next_step(self) -> int:
@@ -61,10 +59,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(group.num_bytes for group in self.groups.values())
 
 
+class _Version(msgspec.Struct, frozen=True, kw_only=True):
+    format_version: int
+
+
+class _File(_Version, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    crc32: int  # of the manifest
+    manifest: Manifest
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the content of the file: JSON that people can read, with its own checksum."""
-    sealed = msgspec.structs.replace(manifest, crc32=_crc32(manifest))
-    return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
+    """Return the content of the file: JSON that people can read, with a checksum."""
+    file = _File(format_version=FORMAT_VERSION, crc32=_crc32(manifest), manifest=manifest)
+    return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
 
 
 def decode_manifest(content: bytes) -> Manifest:
@@ -77,17 +84,13 @@ def decode_manifest(content: bytes) -> Manifest:
         version = msgspec.json.decode(content, type=_Version).format_version
         if version != FORMAT_VERSION:
             raise ValueError(f"has format version {version}, this program reads {FORMAT_VERSION}")
-        manifest = msgspec.json.decode(content, type=Manifest)
+        file = msgspec.json.decode(content, type=_File)
     except msgspec.MsgspecError as error:
         raise ValueError(f"is no manifest: {error}") from error
-    if manifest.crc32 != _crc32(manifest):
+    if file.crc32 != _crc32(file.manifest):
         raise ValueError("has other content than was written: its checksum differs")
-    return manifest
-
-
-class _Version(msgspec.Struct):
-    format_version: int
+    return file.manifest
 
 
 def _crc32(manifest: Manifest) -> int:
-    return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(manifest, crc32=0)))
+    return zlib.crc32(msgspec.json.encode(manifest))

@@ -1,0 +1,64 @@
+"""Checkpoints of a real model: every group, with the optimizer state as optax makes it."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from models.presets import load_preset
+from oobleck_jax.checkpoint.election import elect_writers
+from oobleck_jax.checkpoint.reader import read_state
+from oobleck_jax.checkpoint.store import CheckpointStore
+from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written
+from oobleck_jax.execution.home import Home
+from oobleck_jax.execution.layer_functions import LayerFunctions
+from oobleck_jax.execution.layout import groups_of
+from oobleck_jax.execution.state import GroupState, StateBuilder
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.reconfigure import State
+from tests.checkpoint.checkpoints import manifest
+from tests.execution.thread_cluster import plan_of
+
+
+CONFIG = load_preset("gpt-test")
+
+
+@pytest.fixture(scope="module")
+def builder() -> StateBuilder:
+    model = CONFIG.model.build()
+    functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+    return StateBuilder(model, functions, groups_of(model), CONFIG.optimizer, Home(jax.devices("cpu")[:1]))
+
+
+def test_what_several_nodes_write_any_node_reads_T3(builder: StateBuilder, tmp_path: Path) -> None:
+    groups = groups_of(CONFIG.model.build())
+    trained = {group.name: _moved(builder.initial(group.name, CONFIG.seed)) for group in groups}
+    plan = plan_of(([2, 4], 4), ([1, 2, 3], 4))
+    sizes = [State(name=group.name, layers=group.layers, num_bytes=builder.sizes[group.name]) for group in groups]
+    writers = elect_writers(sizes, {node: plan.layers_of(node) for node in plan.nodes})
+    assert set(writers.values()) == set(map(NodeId, range(5)))
+
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = store.folder(step=9, generation=2)
+    outcomes: list[Outcome] = []
+    for node in plan.nodes:
+        writer = CheckpointWriter()
+        writer.begin(folder, {group: trained[group] for group in writers if writers[group] == node}, outcomes.append)
+        assert writer.wait(60)
+    records = {group: record for part in outcomes if isinstance(part, Written) for group, record in part.groups.items()}
+    assert records.keys() == trained.keys()
+    checkpoint = store.commit(manifest(records, step=9, generation=2))
+    assert store.newest()[0] == checkpoint
+    assert checkpoint.manifest.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+
+    for group, expected in trained.items():
+        restored = read_state(checkpoint, group, builder.state_shapes(group))
+        assert jax.tree.structure(restored) == jax.tree.structure(expected)
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, expected)))
+
+
+def _moved(state: GroupState) -> GroupState:
+    """Give every array values of its own, as training would."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(scale=9, size=leaf.shape).astype(leaf.dtype), state)
