@@ -134,7 +134,8 @@ def _summary(report: Report) -> str:
     return (
         f"Predicted: {_throughput_text(report.throughput)}\n"
         f"  {seconds(forecast.compute_s)} until the last backward, then {seconds(forecast.exposed_sum_s)} of gradient "
-        f"sums and {seconds(forecast.update_s)} of updates; {forecast.bubble_fraction:.1%} of the time of the devices is idle"
+        f"sums and {seconds(forecast.update_s)} of updates; {forecast.bubble_fraction:.1%} of the time of the devices "
+        "is idle"
     )
 
 

@@ -206,7 +206,7 @@ def _measure_update(
         gradient_NP = np.asarray(span.flatten(span.zeros())[0])
         for name, row in zip(names, gradient_NP, strict=True):
             report(name, row)
-        run = builder.update(run, np.stack(gradient_NP), 1.0, 0.0, devices)
+        run = builder.update(run, np.stack(list(gradient_NP)), 1.0, 0.0, devices)
         return run.params
 
     return _least_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
