@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from oobleck_jax.propose import estimated_profile
 FAKE = """
 import json, os, sys
 from pathlib import Path
+from typing import Any
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 calls = Path({calls!r})
 with calls.open("a") as file:
@@ -55,7 +57,7 @@ def profiler_with(command: tuple[str, ...], folder: Path, said: list[str], limit
     )
 
 
-def calls(folder: Path) -> list[list[object]]:
+def calls(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 

@@ -198,7 +198,7 @@ def _measure_update(
     numbers = [number for number, layer in enumerate(model.layers) if layer.kind == kind][: span.key.num_layers]
     names = [own_group(number) for number in numbers]
     builder = StateBuilder(model, functions, groups_of(model), config.optimizer, home)
-    empty = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), builder.state_shapes(names[0]))
+    empty: Any = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), builder.state_shapes(names[0]))
     run = builder.stack(names, dict.fromkeys(names, empty), devices)
 
     def update() -> Any:
