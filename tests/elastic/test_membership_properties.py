@@ -45,6 +45,7 @@ class AnyRun(RuleBasedStateMachine):
         num_late=st.sampled_from([0, 0, 0, 0, 1]),
         num_leaves=st.integers(0, 2),
         num_more=st.integers(0, 2),
+        dies_in_step=st.none() | st.integers(0, 3),
     )
     def begin(
         self,
@@ -56,7 +57,9 @@ class AnyRun(RuleBasedStateMachine):
         num_late: int,
         num_leaves: int,
         num_more: int,
+        dies_in_step: int | None,
     ) -> None:
+        self.dies_in_step = dies_in_step  # the coordinator, when the decision is written, and nobody has heard of it
         self.faults_left, self.leaves_left = num_faults, num_leaves
         self.simulation = Simulation(
             terms(
@@ -84,7 +87,11 @@ class AnyRun(RuleBasedStateMachine):
         for _ in range(num_rounds):
             if self.simulation.fabrics:
                 self.simulation.start_fabric()
+            self.simulation.dies_at_commit |= self.simulation.machine.step == self.dies_in_step
             self.simulation.round()
+            if self.simulation.num_restarts and self.dies_in_step is not None:
+                self.dies_in_step = None
+                self.simulation.reattach()
 
     @rule(seconds=st.floats(0.01, 2.0))
     def play_slowly(self, seconds: float) -> None:
@@ -131,18 +138,19 @@ class AnyRun(RuleBasedStateMachine):
         self.simulation.feed(Disconnected(connection=node.connection, reason="reset by peer"))
 
     @precondition(lambda self: self.faults_left)
-    @rule(index=index, is_seen=st.booleans())
-    def connection_flaps(self, index: int, is_seen: bool) -> None:
-        """A connection breaks, and its agent has a new one: before or after the coordinator sees the old one end."""
+    @rule(index=index, num_rounds=st.none() | st.integers(0, 4))
+    def connection_flaps(self, index: int, num_rounds: int | None) -> None:
+        """A connection breaks, and its agent has a new one: some time after the coordinator saw that, or before."""
         self.faults_left -= 1
         node = self.pick(index)
         old = node.connection
         if not node.has_agent or node.id < 0:
             return
-        if is_seen:
+        if num_rounds is not None:
             self.simulation.feed(Disconnected(connection=old, reason="reset by peer"))
+            self.play_on(num_rounds)
         self.simulation.rejoin(node)
-        if not is_seen:
+        if num_rounds is None:
             self.simulation.feed(Disconnected(connection=old, reason="reset by peer"))
 
     @precondition(lambda self: self.faults_left)
@@ -174,18 +182,11 @@ class AnyRun(RuleBasedStateMachine):
             self.leaves_left -= 1
             node.outbox.append(messages.Leaving(node=node.id, reason="SIGTERM"))
 
-    @precondition(lambda self: self.faults_left)
-    @rule(is_soon=st.booleans(), num_rounds=st.integers(0, 8))
-    def coordinator_dies(self, is_soon: bool, num_rounds: int) -> None:
-        """Now, or when the next decision is written and nobody has heard of it."""
+    @precondition(lambda self: self.faults_left and not self.simulation.end)
+    @rule(num_rounds=st.integers(0, 8))
+    def coordinator_dies(self, num_rounds: int) -> None:
         self.faults_left -= 1
-        if is_soon:
-            self.simulation.dies_at_commit = True
-            self.play_on(num_rounds=4)
-            if self.simulation.dies_at_commit:
-                return
-        elif not self.simulation.end:
-            self.simulation.restart()
+        self.simulation.restart()
         if num_rounds:
             self.simulation.reattach()
             self.play_on(num_rounds)
@@ -387,7 +388,7 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
         if simulation.num_sent_again:
             seen.add("a decision is sent again")
 
-    whatever_happens(check, max_examples=150)
+    whatever_happens(check, max_examples=120)
     assert seen >= {
         "commits",
         "commits after a recovery",

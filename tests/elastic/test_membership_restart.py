@@ -184,6 +184,22 @@ def test_a_connection_that_broke_costs_a_generation_but_no_state() -> None:
     assert simulation.records(events.Respawned) == []
 
 
+def test_a_worker_that_comes_back_while_the_others_go_on_falls_behind() -> None:
+    simulation, nodes = regrouping()
+    simulation.feed(Disconnected(connection=nodes[1].connection, reason="reset"))
+    simulation.start_fabric()
+    for node in (nodes[0], nodes[2], nodes[3]):
+        node.work()
+        simulation.deliver(node)
+    assert simulation.machine.phase is Phase.RUNNING
+    simulation.rejoin(nodes[1])
+    simulation.pump_steps(1)
+    simulation.start_fabric()
+    begin = simulation.sent(messages.Begin)[-1]
+    assert {member.node: member.holds for member in begin.members}[NodeId(1)] == ()
+    simulation.pump_steps(2)
+
+
 def test_connections_that_break_all_at_once_cost_no_state_either() -> None:
     simulation, nodes = regrouping()
     for node in nodes:
