@@ -1,7 +1,6 @@
 """What the files of a run prove, and that each thing that must not be is found."""
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -157,11 +156,11 @@ def test_checkpoints_tell_the_size_of_a_pass(tmp_path: Path) -> None:
     assert found.num_passes == pytest.approx(2.4)
 
 
-def test_a_long_run_takes_seconds(tmp_path: Path) -> None:
+def test_a_run_over_many_passes_uses_each_sample_once_in_each_T4(tmp_path: Path) -> None:
     write(tmp_path, commits(1, 0, 20_000))
-    began_s = time.process_time()
-    assert audit(tmp_path).violation is None
-    assert time.process_time() - began_s < 10  # 20,000 steps, 6 passes: 0.3 s on a free core
+    found = audit(tmp_path)
+    assert found.violation is None
+    assert found.num_passes > 5
 
 
 def test_the_script_reports_in_words_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
