@@ -20,7 +20,7 @@ from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
 from oobleck_jax.execution.layout import MAX_SPAN_LAYERS, groups_of, own_group
 from oobleck_jax.execution.span import Span, SpanKey
-from oobleck_jax.execution.state import StateBuilder
+from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per_byte
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
@@ -198,7 +198,9 @@ def _measure_update(
     numbers = [number for number, layer in enumerate(model.layers) if layer.kind == kind][: span.key.num_layers]
     names = [own_group(number) for number in numbers]
     builder = StateBuilder(model, functions, groups_of(model), config.optimizer, home)
-    empty: Any = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), builder.state_shapes(names[0]))
+    shapes = builder.state_shapes(names[0])
+    zeros = lambda tree: jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), tree)  # noqa: E731
+    empty = GroupState(params=zeros(shapes.params), optimizer_state=zeros(shapes.optimizer_state))
     run = builder.stack(names, dict.fromkeys(names, empty), devices)
 
     def update() -> Any:
