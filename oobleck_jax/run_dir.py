@@ -2,7 +2,7 @@
 
 config.json      the configuration, with the preset's name
 events.jsonl     what happened; metrics.jsonl: one object for each step; journal.jsonl: commit decisions (events.py)
-logs/node-K.log  what the agent and the worker of node K printed
+logs/node-K.log  what the agent and the workers of node K printed; logs/fabric.log: what coordination services did
 coordinator.json how to reach the coordinator, with the secret of the run: only its owner can read it
 lock             held by the coordinator as long as it lives
 """
