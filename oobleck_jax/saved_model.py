@@ -45,7 +45,7 @@ def load_model(run_dir: Path, *, step: int | None, on_damage: Callable[[Checkpoi
     for damaged in found.damaged:
         on_damage(damaged)
     for checkpoint in found.checkpoints:
-        if step not in (None, checkpoint.manifest.step):
+        if step not in (None, checkpoint.step):
             continue
         _, config = config_from_json(msgspec.json.encode(checkpoint.manifest.config).decode())
         try:
@@ -54,7 +54,7 @@ def load_model(run_dir: Path, *, step: int | None, on_damage: Callable[[Checkpoi
             on_damage(damaged)
             continue
         return SavedModel(checkpoint=checkpoint, config=config, params=params)
-    steps = sorted({checkpoint.manifest.step for checkpoint in found.checkpoints})
+    steps = sorted({checkpoint.step for checkpoint in found.checkpoints})
     there = f"there are those of the steps {', '.join(map(str, steps))}" if steps else "there is none"
     wanted = "an intact checkpoint" if step is None else f"an intact checkpoint of step {step}"
     raise ConfigError(f"{root} does not have {wanted}; {there}")

@@ -46,7 +46,7 @@ def main(arguments: Arguments) -> int:
     except (ConfigError, OSError) as error:
         _note(str(error))
         return 2
-    print(f"step {saved.checkpoint.manifest.step} of {arguments.run_dir} is in {arguments.output}")
+    print(f"step {saved.checkpoint.step} of {arguments.run_dir} is in {arguments.output}")
     return 0
 
 

@@ -208,3 +208,12 @@ def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
     refused(run_config(path, sequence_length=16), "has 15 tokens for training, a sample needs 17")
     refused(run_config(path), "an evaluation needs 2 samples .* 0.25 of .* gives 0 of 8 tokens.*--eval-every 0")
     check_data(run_config(path, eval_every=0))
+
+
+def test_data_are_known_again_by_their_content_not_by_their_file(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(256, size=20_000)
+    for name, content in (("a", tokens), ("b", tokens), ("c", tokens[::-1]), ("d", tokens[:-9])):
+        write_token_file(tmp_path / f"{name}.bin", [content], vocab_size=256, tokenizer="bytes")
+    a, b, c, d = (TokenDataset.open(run_config(tmp_path / f"{name}.bin")).fingerprint for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3

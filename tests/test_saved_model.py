@@ -66,7 +66,7 @@ def refuse(error: CheckpointDamaged) -> None:
 def test_the_newest_checkpoint_is_loaded_or_the_one_of_a_step(run_dir: Path) -> None:
     for step, expected in ((None, 7), (7, 7), (3, 3)):
         saved = load_model(run_dir, step=step, on_damage=refuse)
-        assert saved.checkpoint.manifest.step == expected
+        assert saved.checkpoint.step == expected
         assert saved.config == CONFIG
         same = jax.tree.map(np.array_equal, saved.params, random_params(CONFIG.model, expected))
         assert all(jax.tree.leaves(same))
@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(run_dir: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     told: list[CheckpointDamaged] = []
     try:
-        assert load_model(run_dir, step=None, on_damage=told.append).checkpoint.manifest.step == 3
+        assert load_model(run_dir, step=None, on_damage=told.append).checkpoint.step == 3
         with pytest.raises(ConfigError, match="intact checkpoint of step 7; there are those of the steps 3, 7"):
             load_model(run_dir, step=7, on_damage=told.append)
     finally:

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oobleck_jax.checkpoint.manifest import Manifest
+from oobleck_jax.errors import ConfigError
+
 
 # What may differ, and why the run is still the same one. Everything else changes what is computed.
 _MAY_DIFFER = {
@@ -41,6 +44,33 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Dif
         given: what config.json says of this run.
     """
     return tuple(item for item in _all_differences(saved, given) if item.name not in _MAY_DIFFER)
+
+
+def check_compatible(
+    manifest: Manifest, given: Mapping[str, Any], *, num_train_samples: int, data_fingerprint: str
+) -> None:
+    """Refuse a checkpoint that this run cannot go on with.
+
+    Args:
+        given: what config.json says of this run.
+        num_train_samples: of one pass over this run's data.
+        data_fingerprint: of them.
+
+    Raises:
+        ConfigError: names every difference.
+    """
+    found = [str(item) for item in differences(manifest.config, given)]
+    data = manifest.num_train_samples, manifest.data_fingerprint
+    if not found and data != (num_train_samples, data_fingerprint):
+        found = [
+            f"the training data, {data[0]} samples of {data[1]} (saved) and {num_train_samples} samples of "
+            f"{data_fingerprint} (now)"
+        ]
+    if found:
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} is of another run; they differ in {'; '.join(found)}. Use the "
+            "same settings, or another --run-dir"
+        )
 
 
 def harmless_differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[tuple[Difference, str], ...]:

@@ -27,14 +27,14 @@ def read_group(checkpoint: Checkpoint, group: str) -> NamedArrays:
     # The files are as they were written, so this is rare; but what Orbax makes of them is beyond us.
     except Exception as error:
         what = f"cannot be restored by Orbax: {type(error).__name__}: {error}"
-        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None) from error
+        raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None) from error
     if stored.keys() != record.arrays.keys():
         what = f"has the arrays {sorted(stored)}, not {sorted(record.arrays)}"
-        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None)
+        raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None)
     arrays = {name: np.asarray(stored[name]) for name in record.arrays}
     if _differs(arrays, record):
         what = "has other numbers than were saved: their checksum differs"
-        raise CheckpointDamaged(what, step=checkpoint.manifest.step, group=group, file=None)
+        raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None)
     return arrays
 
 
@@ -57,7 +57,7 @@ def read_state(checkpoint: Checkpoint, group: str, shapes: Any) -> Any:
     ]
     if different:
         raise ConfigError(
-            f"the state of {group} at step {checkpoint.manifest.step} does not fit this model and optimizer: "
+            f"the state of {group} at step {checkpoint.step} does not fit this model and optimizer: "
             f"{'; '.join(different)}"
         )
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])

@@ -12,6 +12,7 @@ same step later. A manifest needs no atomic rename of folders, which not every f
 import logging
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,18 @@ class Checkpoint:
     folder: Path
     manifest: Manifest
 
+    @property
+    def step(self) -> int:
+        """The last one that it contains."""
+        return self.manifest.step
+
     def damage(self, group: str, *, whole: bool = True) -> CheckpointDamaged | None:
         """Return what is wrong with the files of a group; None: nothing.
 
         Args:
             whole: read the files; if not, only their sizes are checked.
         """
-        step, record = self.manifest.step, self.manifest.groups.get(group)
+        step, record = self.step, self.manifest.groups.get(group)
         if record is None:
             return CheckpointDamaged("has no record in its manifest", step=step, group=group, file=None)
         found = damage(self.folder / group, record.files, whole=whole)
@@ -97,18 +103,11 @@ class CheckpointStore:
 
     def find(self) -> Found:
         """Return what is committed; nothing but the manifests is read."""
-        checkpoints: list[Checkpoint] = []
-        damaged: list[CheckpointDamaged] = []
-        for step, _, folder in sorted(self._folders(), reverse=True):
-            try:
-                manifest = decode_manifest((folder / MANIFEST).read_bytes())
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                damaged.append(CheckpointDamaged(str(error), step=step, group=None, file=folder / MANIFEST))
-                continue
-            checkpoints.append(Checkpoint(folder=folder, manifest=manifest))
-        return Found(checkpoints=tuple(checkpoints), damaged=tuple(damaged))
+        entries = list(self._entries())
+        return Found(
+            checkpoints=tuple(entry for entry in entries if isinstance(entry, Checkpoint)),
+            damaged=tuple(entry for entry in entries if isinstance(entry, CheckpointDamaged)),
+        )
 
     def newest(self, *, step: int | None = None) -> tuple[Checkpoint | None, tuple[CheckpointDamaged, ...]]:
         """Return the newest checkpoint whose files are all there, and what is wrong with newer ones.
@@ -118,55 +117,76 @@ class CheckpointStore:
         Args:
             step: only checkpoints that end with this step.
         """
-        found = self.find()
-        damaged = list(found.damaged)
-        for checkpoint in found.checkpoints:
-            if step in (None, checkpoint.manifest.step):
-                error = checkpoint.first_damage()
-                if error is None:
-                    newer = [other for other in damaged if other.step is None or other.step >= checkpoint.manifest.step]
-                    return checkpoint, tuple(newer)
-                damaged.append(error)
+        damaged: list[CheckpointDamaged] = []
+        for entry in self._entries():
+            if step not in (None, entry.step):
+                continue
+            if isinstance(entry, CheckpointDamaged):
+                damaged.append(entry)
+                continue
+            error = entry.first_damage()
+            if error is None:
+                return entry, tuple(damaged)
+            damaged.append(error)
         return None, tuple(damaged)
 
     def clean_up(self, *, keep: int, generation: int) -> tuple[str, ...]:
-        """Remove all but the newest `keep` checkpoints, and what earlier generations left half written.
+        """Remove what is older than the newest `keep` checkpoints, and what earlier generations left half written.
 
-        A checkpoint with a damaged manifest is left for people to look at.
+        Checkpoints with damaged files do not count, lest the last intact one goes; those with a damaged manifest are
+        left for people to look at.
 
         Returns:
             names of the folders that were removed.
         """
         assert keep >= 1
-        kept = {checkpoint.folder for checkpoint in self.find().checkpoints[:keep]}
-        removed: list[str] = []
-        for _, saved_by, folder in sorted(self._folders()):
-            is_committed = (folder / MANIFEST).exists()
-            old = folder not in kept and self._is_readable(folder) if is_committed else saved_by < generation
-            if not old:
-                continue
-            try:
-                # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
-                (folder / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(folder)
-                removed.append(folder.name)
-            except OSError as error:
-                logger.warning("%s cannot be removed: %s", folder, error.strerror)
-        return tuple(removed)
+        removed: list[Path] = []
+        num_intact = 0
+        for entry in self._entries():
+            if isinstance(entry, Checkpoint):
+                if num_intact == keep:
+                    removed.append(entry.folder)
+                else:
+                    num_intact += entry.first_damage() is None
+        removed += [
+            folder
+            for saved_by, _, folder in self._folders()
+            if saved_by < generation and not (folder / MANIFEST).exists()
+        ]
+        return tuple(folder.name for folder in removed if _remove(folder))
 
-    @staticmethod
-    def _is_readable(folder: Path) -> bool:
-        try:
-            decode_manifest((folder / MANIFEST).read_bytes())
-        except (OSError, ValueError):
-            return False
-        return True
+    def _entries(self) -> Iterator[Checkpoint | CheckpointDamaged]:
+        """Yield what has a manifest, newest first.
+
+        The last generation comes before the last step: after a run has gone back to an old checkpoint, the steps that
+        it gave up count no more.
+        """
+        for _, step, folder in sorted(self._folders(), reverse=True):
+            try:
+                manifest = decode_manifest((folder / MANIFEST).read_bytes())
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                yield CheckpointDamaged(str(error), step=step, group=None, file=folder / MANIFEST)
+            else:
+                yield Checkpoint(folder=folder, manifest=manifest)
 
     def _folders(self) -> list[tuple[int, int, Path]]:
-        """Return (step, generation, folder) of all that look like checkpoints, complete or not."""
+        """Return (generation, step, folder) of all that look like checkpoints, complete or not."""
         try:
             entries = list(self.root.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
         matches = [(_NAME.fullmatch(path.name), path) for path in entries]
-        return [(int(match[1]), int(match[2]), path) for match, path in matches if match and path.is_dir()]
+        return [(int(match[2]), int(match[1]), path) for match, path in matches if match and path.is_dir()]
+
+
+def _remove(folder: Path) -> bool:
+    try:
+        # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", folder, error.strerror)
+        return False
+    return True

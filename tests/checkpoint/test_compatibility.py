@@ -5,8 +5,10 @@ import msgspec
 import pytest
 
 from models.presets import config_to_json, load_preset
-from oobleck_jax.checkpoint.compatibility import differences, harmless_differences
+from oobleck_jax.checkpoint.compatibility import check_compatible, differences, harmless_differences
 from oobleck_jax.config import Remat, RunConfig
+from oobleck_jax.errors import ConfigError
+from tests.checkpoint.checkpoints import manifest
 
 
 SAVED = load_preset("gpt-test")
@@ -45,3 +47,14 @@ def test_another_model_is_named_field_by_field() -> None:
     assert {"model.depth", "model.num_blocks", "optimizer.peak_learning_rate"} <= names
     assert "model.width" not in names
     assert "model.depth absent (saved) and 3 (now)" in map(str, differences(fields_of(SAVED), given))
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_every_difference() -> None:
+    saved = manifest({}, step=4, generation=1)
+    data = {"num_train_samples": 1000, "data_fingerprint": "abc"}
+    check_compatible(saved, fields_of(replace(SAVED, nodes=4)), **data)
+    given = fields_of(replace(SAVED, seed=3, optimizer=replace(SAVED.optimizer, beta1=0.8)))
+    with pytest.raises(ConfigError, match=r"step 4 .*beta1 0\.9 .* and 0\.8 .*; seed 0 \(saved\) and 3 \(now\)"):
+        check_compatible(saved, given, **data)
+    with pytest.raises(ConfigError, match=r"1000 samples of abc .* and 999 samples of xyz"):
+        check_compatible(saved, fields_of(SAVED), num_train_samples=999, data_fingerprint="xyz")

@@ -36,11 +36,11 @@ def test_what_is_not_committed_is_invisible(store: CheckpointStore) -> None:
     assert store.newest() == (None, ())
 
 
-def test_the_newest_is_the_one_of_the_last_step_and_of_its_last_generation(store: CheckpointStore) -> None:
+def test_the_newest_is_the_last_step_of_the_last_generation(store: CheckpointStore) -> None:
     for step, generation in ((9, 1), (10, 1), (10, 2), (2, 3)):
         save(store, step=step, generation=generation)
     found = [(item.manifest.step, item.manifest.generation) for item in store.find().checkpoints]
-    assert found == [(10, 2), (10, 1), (9, 1), (2, 3)]
+    assert found == [(2, 3), (10, 2), (10, 1), (9, 1)]
     at_9, _ = store.newest(step=9)
     assert at_9 is not None
     assert at_9.manifest.next_step == 10
@@ -60,7 +60,7 @@ def test_a_checkpoint_with_incomplete_files_is_passed_over_and_named(store: Chec
             path.unlink()
     newest, errors = store.newest()
     assert newest is not None
-    assert newest.manifest.step == 1
+    assert newest.step == 1
     assert [(error.step, error.group, error.file) for error in errors] == [(2, "layer-001", path)]
     assert str(path) in str(errors[0])
 
@@ -84,7 +84,7 @@ def test_a_damaged_manifest_is_named_and_kept(store: CheckpointStore) -> None:
     os.truncate(damaged, 100)
     newest, errors = store.newest()
     assert newest is not None
-    assert newest.manifest.step == 1
+    assert newest.step == 1
     assert [(error.step, error.file) for error in errors] == [(2, damaged)]
     assert store.clean_up(keep=1, generation=9) == ()
 
@@ -110,6 +110,15 @@ def test_cleaning_keeps_the_newest_and_what_is_being_written(store: CheckpointSt
         "step-000002-generation-1",
         "step-000003-generation-1",
     }
+
+
+def test_cleaning_never_takes_the_last_intact_checkpoint(store: CheckpointStore) -> None:
+    save(store, step=1)
+    path = files(save(store, step=2).folder / "wte")[0]
+    os.truncate(path, 1)
+    assert store.clean_up(keep=1, generation=9) == ()
+    save(store, step=3)
+    assert store.clean_up(keep=1, generation=9) == ("step-000002-generation-1", "step-000001-generation-1")
 
 
 def test_a_commit_without_its_files_is_refused(store: CheckpointStore) -> None:
