@@ -53,10 +53,13 @@ class StateTransfer:
 
     def offer(self, states: Mapping[str, GroupState]) -> None:
         """Let the destinations have what this node sends. Returns at once."""
+        packed: dict[str, list[jax.Array]] = {}
         for number, copy in enumerate(self._copies):
             if copy.source == self._node:
-                words = _pack(states[copy.name])
-                self._link.offer(self._key(number, copy), jax.device_put([words, _checksum(words)], self._device))
+                if copy.name not in packed:  # once for all destinations
+                    words = _pack(states[copy.name])
+                    packed[copy.name] = jax.device_put([words, _checksum(words)], self._device)
+                self._link.offer(self._key(number, copy), packed[copy.name])
 
     def receive(self, shapes: Mapping[str, Any], patience: Patience) -> dict[str, GroupState]:
         """Return the states that this node gets.
