@@ -104,6 +104,17 @@ def test_one_node_too_many_and_a_late_one_are_refused() -> None:
     assert "the run has begun" in simulation.sent(messages.Refused)[-1].reason
 
 
+def test_nodes_are_not_waited_for_for_ever() -> None:
+    simulation = Simulation(terms(num_nodes=3))
+    simulation.join(0)
+    for _ in range(101):
+        simulation.round()
+        simulation.now_s += 3.0
+        simulation.beat()
+    cause = simulation.records(events.Failed)[-1].cause
+    assert cause.startswith("only 1 of 3 nodes were ready after 300 s (ready: [0], joined: [0])")
+
+
 def test_a_worker_with_too_few_devices_ends_the_run() -> None:
     simulation = Simulation(terms(num_devices=2))
     node = simulation.join(0, num_devices=2)

@@ -107,6 +107,20 @@ def test_what_an_old_worker_has_left_to_say_has_no_consequence() -> None:
     assert (simulation.machine.phase, simulation.machine.generation) == (Phase.MEETING, 2)
 
 
+def test_a_worker_that_is_not_ready_in_time_is_replaced_again() -> None:
+    limits = Limits(ready_s=10.0, step_s=1000.0, first_step_s=1000.0)
+    simulation, nodes = regrouping(limits=limits)
+    kill(simulation, nodes[1])
+    pass_time(simulation, 11.0)
+    last = simulation.records(events.Respawned)[-1]
+    assert (last.incarnation, last.delay_s) == (2, 2.0)
+    assert last.reason == "the worker of node 1 was not ready 10 s after its start as incarnation 1"
+    pass_time(simulation, 11.0)  # the wait before the start does not count
+    assert simulation.records(events.Respawned)[-1].incarnation == 2
+    pass_time(simulation, 1.0)
+    assert simulation.records(events.Respawned)[-1].incarnation == 3
+
+
 def test_a_node_that_crashes_in_a_loop_is_backed_off_and_then_excluded_by_name() -> None:
     simulation, nodes = regrouping(limits=Limits(backoff_s=2.0, max_failures=5))
     node = nodes[1]
@@ -254,6 +268,7 @@ def test_a_newcomer_does_not_wait_for_ever_for_another_one() -> None:
     late = simulation.join()
     for _ in range(8):
         simulation.now_s += 0.5
+        simulation.say(late, messages.Heartbeat(node=NodeId(3)))
         if simulation.fabrics:
             simulation.start_fabric()
         for node in list(simulation.nodes.values()):
