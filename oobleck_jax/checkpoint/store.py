@@ -130,11 +130,14 @@ class CheckpointStore:
             damaged.append(error)
         return None, tuple(damaged)
 
-    def clean_up(self, *, keep: int, generation: int) -> tuple[str, ...]:
-        """Remove what is older than the newest `keep` checkpoints, and what earlier generations left half written.
+    def clean_up(self, *, keep: int, saving: Path | None = None) -> tuple[str, ...]:
+        """Remove what is older than the newest `keep` checkpoints, and what was left half written.
 
         Checkpoints with damaged files do not count, lest the last intact one goes; those with a damaged manifest are
         left for people to look at.
+
+        Args:
+            saving: folder of the checkpoint that is being written.
 
         Returns:
             names of the folders that were removed.
@@ -149,9 +152,7 @@ class CheckpointStore:
                 else:
                     num_intact += entry.first_damage() is None
         removed += [
-            folder
-            for saved_by, _, folder in self._folders()
-            if saved_by < generation and not (folder / MANIFEST).exists()
+            folder for _, _, folder in sorted(self._folders()) if folder != saving and not (folder / MANIFEST).exists()
         ]
         return tuple(folder.name for folder in removed if _remove(folder))
 

@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def test_a_folder_that_does_not_exist_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.newest() == (None, ())
-    assert store.clean_up(keep=1, generation=1) == ()
+    assert store.clean_up(keep=1) == ()
 
 
 def test_what_is_not_committed_is_invisible(store: CheckpointStore) -> None:
@@ -86,7 +86,7 @@ def test_a_damaged_manifest_is_named_and_kept(store: CheckpointStore) -> None:
     assert newest is not None
     assert newest.step == 1
     assert [(error.step, error.file) for error in errors] == [(2, damaged)]
-    assert store.clean_up(keep=1, generation=9) == ()
+    assert store.clean_up(keep=1) == ()
 
 
 def test_another_format_is_refused_with_both_versions(store: CheckpointStore) -> None:
@@ -102,7 +102,7 @@ def test_cleaning_keeps_the_newest_and_what_is_being_written(store: CheckpointSt
     write_without_commit(store, step=4, generation=1)
     current = write_without_commit(store, step=5, generation=2)
     (store.root / "notes").mkdir()
-    removed = store.clean_up(keep=2, generation=2)
+    removed = store.clean_up(keep=2, saving=current)
     assert removed == ("step-000001-generation-1", "step-000004-generation-1")
     assert {path.name for path in store.root.iterdir()} == {
         "notes",
@@ -116,9 +116,9 @@ def test_cleaning_never_takes_the_last_intact_checkpoint(store: CheckpointStore)
     save(store, step=1)
     path = files(save(store, step=2).folder / "wte")[0]
     os.truncate(path, 1)
-    assert store.clean_up(keep=1, generation=9) == ()
+    assert store.clean_up(keep=1) == ()
     save(store, step=3)
-    assert store.clean_up(keep=1, generation=9) == ("step-000002-generation-1", "step-000001-generation-1")
+    assert store.clean_up(keep=1) == ("step-000002-generation-1", "step-000001-generation-1")
 
 
 def test_a_commit_without_its_files_is_refused(store: CheckpointStore) -> None:
