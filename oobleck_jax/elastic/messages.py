@@ -64,9 +64,7 @@ class Join(Message, frozen=True, kw_only=True):
     versions: dict[str, str]  # of python, jax, jaxlib and this package; must equal the coordinator's
     node: NodeId | None = None  # the id it had before, when it comes back
     config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
-    worker: WorkerReady | None = (
-        None  # that has lived on while its agent was without a coordinator
-    )
+    worker: WorkerReady | None = None  # that has lived on while its agent was without a coordinator
     held: Held | None = None  # what that worker has, counting the commits that were passed on to it
 
 
