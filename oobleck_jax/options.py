@@ -36,6 +36,7 @@ class RunOptions:
     orphan_minutes: float = 1.0  # nodes keep their state so long when the coordinator dies, and wait for the next one
     compilation_cache: Path | None = None  # folder of compiled programs (default: ~/.cache/oobleck_jax/HOST)
     inject: str = ""  # let something fail on purpose: "kill:2@10:backward,join@20,coordinator@30" (inject.py lists all)
+    forgive_minutes: float = 3.0  # a worker that ran so long makes up for the failures of its node; 5 exclude a node
     patience: float = 1.0  # multiplies every time limit: raise it on machines that are slow or shared
 
 

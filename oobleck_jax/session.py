@@ -21,7 +21,6 @@ from models.presets import config_to_json
 from oobleck_jax import events
 from oobleck_jax.elastic.coordinator import Coordinator, Services
 from oobleck_jax.elastic.effects import Finish
-from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
@@ -249,7 +248,7 @@ class Session:
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
             on_loss=self._on_loss,
-            limits=Limits().scaled(setting.patience),
+            limits=setting.limits,
         )
 
     def _faults_of(self, node: NodeId) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.agent import AgentOptions
+from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.inject import Injection
 from oobleck_jax.past_run import PastRun
@@ -28,7 +29,8 @@ class Setting:
         agents: what to start on this machine.
         injections: what is to fail on purpose.
         token: secret of the nodes.
-        patience: factor of all time limits.
+        limits: how long each wait may last.
+        patience: factor of all time limits; `limits` have it.
         orphan_s: how long nodes wait for the successor of this process.
         began_s: when the program began, by `time.monotonic`.
         past: the run that is to go on, if a coordinator before this one has begun it.
@@ -46,6 +48,7 @@ class Setting:
     agents: Mapping[NodeId, AgentOptions]
     injections: tuple[Injection, ...]
     contact: Contact
+    limits: Limits
     patience: float
     orphan_s: float
     summary_path: Path | None

@@ -24,6 +24,7 @@ from oobleck_jax.config import RunConfig, check_config
 from oobleck_jax.data import check_data
 from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
 from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
+from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.errors import ConfigError, RunFailed
 from oobleck_jax.inject import check_injections, parse_injections
 from oobleck_jax.launch import available_cores
@@ -78,6 +79,8 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     began_s = time.monotonic()
     if line.run.patience <= 0:
         raise ConfigError(f"--patience is {line.run.patience}; it must be positive")
+    if line.run.forgive_minutes < 0:
+        raise ConfigError(f"--forgive-minutes is {line.run.forgive_minutes}; it must not be negative")
     token = read_token(line.cluster)
     nodes = _Nodes(line=line, token=token, worker_command=worker_command)
     if line.run.orphan_minutes < 0:
@@ -158,6 +161,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 max_nodes=max_nodes,
                 agents=agents,
                 contact=contact,
+                limits=Limits(forgive_s=60.0 * line.run.forgive_minutes).scaled(line.run.patience),
                 patience=line.run.patience,
                 orphan_s=nodes.orphan_s,
                 summary_path=line.run.summary_json,

@@ -91,6 +91,7 @@ def _command(folder: Path, run_dir: Path, arguments: Arguments, *flags: str) -> 
         "--eval-every",
         "0",
     ]
+    command += ["--forgive-minutes", "0"]  # nodes fail more often than any would be kept for
     command += ["--peak-learning-rate", "1e-5", "--nodes", str(arguments.nodes), "--plan", arguments.plan]
     return [*command, "--fault-tolerance", str(arguments.fault_tolerance), *flags]
 
