@@ -141,9 +141,8 @@ def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> Non
         windows = [(0.0, max(first)), (min(last), step_s)]
     for axes, (begin_s, end_s), part in zip(axes_row, windows, ("the step begins", "it ends"), strict=False):
         for stage, row in enumerate(rows):
-            for interval in row:
-                if interval.end_s > begin_s and interval.start_s < end_s:
-                    _draw_interval(axes, stage, interval, end_s - begin_s)
+            shown_row = [interval for interval in row if interval.end_s > begin_s and interval.start_s < end_s]
+            _draw_row(axes, stage, shown_row, end_s - begin_s)
         forecast = report.planning.forecast
         summed_s = forecast.compute_s + forecast.exposed_sum_s
         for start_s, length_s, color in (
@@ -178,13 +177,13 @@ def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> Non
     )
 
 
-def _draw_interval(axes: Axes, stage: int, interval: Interval, shown_s: float) -> None:
-    length_s = interval.end_s - interval.start_s
-    color = FORWARD if interval.action.phase is Phase.FORWARD else BACKWARD
-    line = 0.4 if length_s > shown_s / 200 else 0.0
-    axes.add_patch(
-        Rectangle((interval.start_s, stage - 0.4), length_s, 0.8, facecolor=color, edgecolor="white", linewidth=line)
-    )
-    if length_s > shown_s / 60:
-        middle_s = interval.start_s + length_s / 2
-        axes.text(middle_s, stage, str(interval.action.microbatch), ha="center", va="center", fontsize=6, color="white")
+def _draw_row(axes: Axes, stage: int, row: Sequence[Interval], shown_s: float) -> None:
+    """Draw what a stage does, each phase as one collection of bars: single rectangles would be far too many."""
+    for phase, color in ((Phase.FORWARD, FORWARD), (Phase.BACKWARD, BACKWARD)):
+        bars = [(item.start_s, item.end_s - item.start_s) for item in row if item.action.phase is phase]
+        line = 0.4 if max((length_s for _, length_s in bars), default=0.0) > shown_s / 200 else 0.0
+        axes.broken_barh(bars, (stage - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=line)
+    for item in row:
+        if item.end_s - item.start_s > shown_s / 60:
+            middle_s, name = (item.start_s + item.end_s) / 2, str(item.action.microbatch)
+            axes.text(middle_s, stage, name, ha="center", va="center", fontsize=6, color="white", clip_on=True)
