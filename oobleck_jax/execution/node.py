@@ -125,7 +125,8 @@ class NodeTrainer:
         """Lay out the node's stages: compile their programs, and get the state of their layers.
 
         What the node held before stays as it is until `start`, because the generation may end before it begins, and
-        others may need it then.
+        others may need it then. If it is not among the holdings it is out of date (steps were committed without this
+        node), and dropped.
 
         Args:
             progress: told (phase, done, total) as the work goes on.
@@ -135,6 +136,8 @@ class NodeTrainer:
         """
         began_s, num_compilations_before = time.monotonic(), num_compilations()
         self._generation = generation
+        if not generation.holdings.get(generation.node):
+            self._held = {}
         self._buckets = buckets_of(self._groups, generation.plan)
         layout = layout_of(self._model, generation.plan, generation.node)
         self._stages = self._make_stages(layout)
