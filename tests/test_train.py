@@ -317,9 +317,7 @@ def test_a_signal_ends_the_run(launch: Launch, number: int, exit_code: int, word
         ("elastic.agent", signal.SIGSTOP, "failed: the agent of node 1 has been silent for 4.0 s"),
     ],
 )
-def test_the_loss_of_a_process_ends_the_run_M4(
-    launch: Launch, target: str, number: int, words: str
-) -> None:
+def test_the_loss_of_a_process_ends_the_run_M4(launch: Launch, target: str, number: int, words: str) -> None:
     run = launch.start("--nodes", "3", "--steps", "99999")
     launch.await_step(3)
     os.kill(launch.find(target, node=1), number)
