@@ -3,8 +3,7 @@
 The caller's thread only copies arrays. They are views of device memory that the next update gives away, so without a
 copy the writer would save a mixture of two steps. Orbax is imported by the first save: it costs 0.3 s and 25 MB.
 
-Compression is off: it takes half of the CPU time of a save to make trained float32 numbers 8 % smaller (measured on
-gpt-laptop's blocks).
+Compression is off: for one block of gpt-laptop it cost 0.12 s of CPU time instead of 0.07 s, for 7 % fewer bytes.
 """
 
 import contextlib

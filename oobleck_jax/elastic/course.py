@@ -184,6 +184,8 @@ class Course:
             return self._fail_for(error)
         for node in self._roster.leaving():
             self._roster.release(node)
+        if why := self._roster.why_nobody_can_come():
+            return self._fail_for(f"no node is left, and none can come: {why} (the last: {reason})")
         if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
             return None
         if self.phase is Phase.GATHERING:

@@ -193,6 +193,12 @@ class Roster:
             self._departing[node.connection] = node
             self._out.send(node.connection, messages.Stop(reason=reason, exit_code=exit_code))
 
+    def why_nobody_can_come(self) -> str | None:
+        """Return why the run has no node and never will, or None when there may be one."""
+        if self._nodes or free_node(self._terms, taken=(), excluded=self._excluded) is not None:
+            return None
+        return "; ".join(why for _, why in sorted(self._excluded.items()))
+
     def release(self, node: Node) -> None:
         """Let a node go that was asked to leave."""
         self.dismiss(node, f"node {node.node} leaves ({node.leaves})", exit_code=0)

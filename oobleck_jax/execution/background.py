@@ -1,7 +1,7 @@
 """A thread for what can wait: it works in small parts, and drops what is left when it is given more.
 
-It has the priority of the others. A lower one would do harm: on a busy core it may be kept waiting while it holds
-Python's lock, and then everybody waits (a collection of garbage took seconds that way).
+It has the priority of the others: one with a lower priority could be kept waiting on a busy core while it holds
+Python's lock, and then everybody would wait.
 """
 
 import logging

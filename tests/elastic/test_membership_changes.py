@@ -122,6 +122,15 @@ def test_a_worker_that_is_not_ready_in_time_is_replaced_again() -> None:
     assert simulation.records(events.Respawned)[-1].incarnation == 3
 
 
+def test_when_every_node_is_excluded_the_run_ends_at_once_M4() -> None:
+    simulation, nodes = regrouping(num_steps=0, limits=Limits(backoff_s=0.0, max_failures=1))
+    for node in nodes:
+        kill(simulation, node, exit_code=1)
+    assert simulation.machine.phase is Phase.STOPPING
+    cause = simulation.records(events.Failed)[-1].cause
+    assert "none can come: node 0 was excluded after 1 failures in 0 s; node 1 was excluded" in cause
+
+
 def test_a_node_that_crashes_in_a_loop_is_backed_off_and_then_excluded_by_name() -> None:
     simulation, nodes = regrouping(limits=Limits(backoff_s=2.0, max_failures=5))
     node = nodes[1]
