@@ -126,7 +126,7 @@ def test_when_every_node_is_excluded_the_run_ends_at_once_M4() -> None:
     simulation, nodes = regrouping(num_steps=0, limits=Limits(backoff_s=0.0, max_failures=1))
     for node in nodes:
         kill(simulation, node, exit_code=1)
-    assert simulation.machine.phase is Phase.STOPPING
+    assert simulation.machine.phase is Phase.FINISHED
     cause = simulation.records(events.Failed)[-1].cause
     assert "none can come: node 0 was excluded after 1 failures in 0 s; node 1 was excluded" in cause
 
