@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from oobleck_jax import events
@@ -43,7 +43,7 @@ class AnyRun(RuleBasedStateMachine):
         steps=st.integers(1, 6),
         eval_every=st.integers(1, 3),
         num_late=st.sampled_from([0, 0, 0, 0, 1, 4]),
-        num_leaves=st.integers(0, 2),
+        num_leaves=st.integers(1, 3),
         num_more=st.integers(0, 2),
         dies_in_step=st.none() | st.integers(0, 3),
     )
@@ -262,9 +262,9 @@ class AnyRun(RuleBasedStateMachine):
             type(self).check(self.simulation)
 
 
-def whatever_happens(check: Callable[[Simulation], None], *, max_examples: int = 60) -> None:
-    """Play many runs, the same ones each time, and check each of them at its end."""
-    machine = type("AnyRun", (AnyRun,), {"check": staticmethod(check)})
+def whatever_happens(check: Callable[[Simulation], None], *, max_examples: int = 60, number: int = 0) -> None:
+    """Play many runs, the same ones each time for the same number, and check each of them at its end."""
+    machine = seed(number)(type("AnyRun", (AnyRun,), {"check": staticmethod(check)}))
     profile = settings(
         max_examples=max_examples, stateful_step_count=40, deadline=None, database=None, derandomize=True
     )
@@ -388,8 +388,7 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
         if simulation.num_sent_again:
             seen.add("a decision is sent again")
 
-    whatever_happens(check, max_examples=120)
-    assert seen >= {
+    wanted = {
         "commits",
         "commits after a recovery",
         "exit 0",
@@ -405,3 +404,8 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
         "commits after a restart",
         "a decision is sent again",
     }
+    # Which runs there are depends on the modules that are imported, because hypothesis takes constants from them.
+    for number in range(10):
+        if not seen >= wanted:
+            whatever_happens(check, max_examples=100, number=number)
+    assert seen >= wanted
