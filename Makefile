@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	run_dir=$(RUN_DIR) && $(BIN)/python scripts/train.py --preset gpt-laptop --nodes 5 --max-nodes 6 --fault-tolerance 1 \
-		--steps 80 --global-batch-size 16 --inject "kill:1@15:backward,kill:3@30:sum,join@40,kill:0@60:commit" \
+		--steps 80 --global-batch-size 16 --inject "kill:1@25:backward,kill:3@40:sum,join@50,kill:0@65:commit" \
 		--run-dir $$run_dir && $(BIN)/python scripts/plot.py $$run_dir --output $$run_dir/run.png
 
 test: $(VENV)/.installed-dev
