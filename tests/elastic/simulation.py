@@ -21,7 +21,7 @@ from oobleck_jax.elastic.effects import (
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.resumption import Resumption
-from oobleck_jax.elastic.terms import Terms
+from oobleck_jax.elastic.terms import OnLoss, Terms
 from oobleck_jax.planning.plan import NodeId, Plan
 from tests.elastic.plans import NUM_LAYERS, TOKENS_PER_MICROBATCH, terms
 
@@ -363,3 +363,14 @@ def committing(num_steps: int, **changes: Any) -> tuple[Simulation, list[Node]]:
             node.work()
     assert simulation.machine.step == num_steps
     return simulation, nodes
+
+
+def regrouping(num_steps: int = 2, num_nodes: int = 4, **changes: object) -> tuple[Simulation, list[Node]]:
+    """A run that may lose nodes, after some steps."""
+    return committing(num_steps, num_nodes=num_nodes, on_loss=OnLoss.REGROUP, **changes)
+
+
+def kill(simulation: Simulation, node: Node, exit_code: int = -9) -> None:
+    """Kill the worker of a node; its agent says so."""
+    node.is_alive = False
+    simulation.say(node, exited(node.id, exit_code, node.incarnation))

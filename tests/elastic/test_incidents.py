@@ -14,16 +14,7 @@ from oobleck_jax.elastic.terms import OnLoss, Proposal
 from oobleck_jax.planning.plan import NodeId
 from tests.elastic import plans
 from tests.elastic.plans import NUM_MICROBATCHES
-from tests.elastic.simulation import Node, Simulation, committing, exited
-
-
-def regrouping(num_nodes: int = 4, **changes: object) -> tuple[Simulation, list[Node]]:
-    return committing(2, num_nodes=num_nodes, on_loss=OnLoss.REGROUP, **changes)
-
-
-def kill(simulation: Simulation, node: Node, exit_code: int = -9) -> None:
-    node.is_alive = False
-    simulation.say(node, exited(node.id, exit_code, node.incarnation))
+from tests.elastic.simulation import Node, Simulation, committing, kill, regrouping
 
 
 def prepare(simulation: Simulation, node: Node, generation: int, **values: Any) -> None:

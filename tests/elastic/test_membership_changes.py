@@ -9,19 +9,19 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import Close, Disconnected, FabricFailed, FabricStarted, StartFabric, Tick
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.phase import Phase
-from oobleck_jax.elastic.terms import OnLoss
 from oobleck_jax.planning.plan import NodeId
-from tests.elastic.simulation import Node, Simulation, committing, exited, failure, prepared, ready, vote
-
-
-def regrouping(num_steps: int = 2, num_nodes: int = 4, **changes: object) -> tuple[Simulation, list[Node]]:
-    return committing(num_steps, num_nodes=num_nodes, on_loss=OnLoss.REGROUP, **changes)
-
-
-def kill(simulation: Simulation, node: Node, exit_code: int = -9) -> None:
-    """Kill the worker of a node; its agent says so."""
-    node.is_alive = False
-    simulation.say(node, exited(node.id, exit_code, node.incarnation))
+from tests.elastic.simulation import (
+    Node,
+    Simulation,
+    committing,
+    exited,
+    failure,
+    kill,
+    prepared,
+    ready,
+    regrouping,
+    vote,
+)
 
 
 def disconnect(simulation: Simulation, node: Node) -> None:

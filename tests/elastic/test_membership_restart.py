@@ -10,11 +10,7 @@ from oobleck_jax.elastic.resumption import recall
 from oobleck_jax.elastic.terms import OnLoss
 from oobleck_jax.planning.plan import NodeId
 from tests.elastic.plans import terms
-from tests.elastic.simulation import Node, Simulation, committing, exited
-
-
-def regrouping(num_steps: int = 2, num_nodes: int = 4, **changes: object) -> tuple[Simulation, list[Node]]:
-    return committing(num_steps, num_nodes=num_nodes, on_loss=OnLoss.REGROUP, **changes)
+from tests.elastic.simulation import Node, Simulation, exited, regrouping
 
 
 def committed(generation: int, step: int) -> events.Committed:
