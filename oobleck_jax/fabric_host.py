@@ -62,15 +62,15 @@ class FabricHost:
             RuntimeError: it cannot start.
         """
         with self._lock:
-            if self._process.poll() is not None:
+            try:
+                answer = self._ask_to_start(bind_address, num_nodes)
+            except (OSError, ValueError):  # it has crashed, now or earlier
                 self.end()
                 self._process = self._spawn()
-            try:
-                self.tell({"start": bind_address, "num_nodes": num_nodes})
-                assert self._process.stdout is not None
-                answer = json.loads(self._process.stdout.readline())
-            except (OSError, ValueError):
-                raise RuntimeError(f"the process that hosts it has ended; see {self._log_path}") from None
+                try:
+                    answer = self._ask_to_start(bind_address, num_nodes)
+                except (OSError, ValueError):
+                    raise RuntimeError(f"the process that hosts it ends at once; see {self._log_path}") from None
         if answer["error"] is not None:
             raise RuntimeError(answer["error"])
         return HostedService(host=self, address=bind_address)
@@ -93,6 +93,11 @@ class FabricHost:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+    def _ask_to_start(self, bind_address: str, num_nodes: int) -> dict[str, str | None]:
+        self.tell({"start": bind_address, "num_nodes": num_nodes})
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
         with self._log_path.open("ab") as log:
