@@ -56,7 +56,7 @@ class Ready(_Base, frozen=True, kw_only=True):
     incarnation: int
     device_kind: str
     num_devices: int
-    seconds: float  # since it joined
+    seconds: float  # since it joined; if it compiled ahead first, since it was done
 
 
 class Advanced(_Base, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ class PastRun:
         last = self.committed[-1] if self.committed else None
         return Resumption(
             generation=plans[-1].generation if plans else 0,
+            plan=plans[-1].plan if plans else None,
             committed=last,
             nodes=tuple(sorted(plans[-1].plan.nodes)) if plans else (),
             evaluated=last is None or last.step in evaluated,

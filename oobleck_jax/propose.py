@@ -28,12 +28,14 @@ class Proposer:
         profile: what the layers cost.
         device_memory_bytes: what a stage may use of each device.
         given: the user's plan, which is used as it is.
+        max_nodes: the most there can be; None: as many as at the start.
     """
 
     config: RunConfig
     profile: Profile
     device_memory_bytes: int
     given: Plan | None = None
+    max_nodes: int | None = None
 
     @property
     def needs_costs(self) -> bool:
@@ -74,7 +76,7 @@ class Proposer:
         self.check()
         num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
         nodes = tuple(NodeId(node) for node in range(num_nodes))
-        proposal = self.replan(nodes, {})
+        proposal = self.replan(nodes, {}, None)
         if len(proposal.plan.pipelines) > fault_tolerance:
             return proposal
         raise NotEnoughNodes(
@@ -84,43 +86,65 @@ class Proposer:
             num_needed=num_nodes + 1,
         )
 
-    def replan(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+    @property
+    def ahead(self) -> tuple[Stage, ...]:
+        """The stages that any plan of the run may need, the most likely first; none if the first loss ends the run."""
+        num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
+        if not fault_tolerance:
+            return ()
+        return stages_ahead(
+            self._templates,
+            num_nodes=num_nodes,
+            max_nodes=self._most_nodes,
+            fault_tolerance=fault_tolerance,
+            given=self.given,
+        )
+
+    def replan(
+        self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
+    ) -> Proposal:
         """Return the plan for these nodes: the user's while all of its nodes are there, else the planner's. Pure.
+
+        Args:
+            nodes: the nodes there are, ascending.
+            holdings: the layers whose current state each of them has.
+            old: the plan so far.
 
         Raises:
             PlanError: see `first`.
         """
         if self.given is not None and set(self.given.nodes) <= set(nodes):
-            return Proposal(plan=self.given, reason="given by --plan", ahead=self._ahead())
-        return self._replanned(nodes, holdings) if any(holdings.values()) else self._planned(nodes)
+            return Proposal(plan=self.given, reason="given by --plan")
+        return self._replanned(nodes, holdings, old) if any(holdings.values()) else self._planned(nodes)
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
-        planning = plan_from(self._templates(len(nodes)), nodes=nodes, fault_tolerance=self.config.fault_tolerance)
-        return Proposal(plan=planning.plan, reason=planning.reason, ahead=self._ahead())
+        planning = plan_from(self._templates, nodes=nodes, fault_tolerance=self.config.fault_tolerance)
+        return Proposal(plan=planning.plan, reason=planning.reason)
 
-    def _replanned(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+    def _replanned(
+        self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
+    ) -> Proposal:
         reconfiguration = reconfigure(
-            self._templates(len(nodes)),
+            self._templates,
             nodes=nodes,
             holdings=holdings,
             fault_tolerance=self.config.fault_tolerance,
+            old=old,
         )
         planning = reconfiguration.planning
         moved = f"{len(reconfiguration.copies)} layer states ({reconfiguration.num_bytes / 1e6:.1f} MB) to copy"
-        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}", ahead=self._ahead())
+        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}")
 
-    def _ahead(self) -> tuple[Stage, ...]:
-        """Return the stages that any plan of the run may need; always the same, so that a recovery has it at hand."""
-        num_nodes, fault_tolerance = self.config.nodes, self.config.fault_tolerance
-        if not fault_tolerance:
-            return ()
-        templates = self._templates(num_nodes)
-        return stages_ahead(templates, num_nodes=num_nodes, max_nodes=num_nodes, fault_tolerance=fault_tolerance)
+    @property
+    def _most_nodes(self) -> int:
+        return max(self.config.nodes, self.max_nodes or 0)
 
-    def _templates(self, num_nodes: int) -> Templates:
+    @property
+    def _templates(self) -> Templates:
+        """The same for any number of nodes, so that they are made only once, and not while nodes recover."""
         return templates_for(
             self.profile,
-            num_nodes=num_nodes,
+            num_nodes=self._most_nodes,
             devices_per_node=self.config.devices_per_node,
             num_microbatches=self.config.num_microbatches,
             device_memory_bytes=self.device_memory_bytes,
@@ -143,7 +167,9 @@ class Proposer:
             )
 
 
-def make_proposer(config: RunConfig, *, plan: str | None, device_memory_bytes: int) -> Proposer:
+def make_proposer(
+    config: RunConfig, *, plan: str | None, device_memory_bytes: int, max_nodes: int | None = None
+) -> Proposer:
     """Return the proposer of a run.
 
     Raises:
@@ -151,7 +177,11 @@ def make_proposer(config: RunConfig, *, plan: str | None, device_memory_bytes: i
     """
     given = None if plan is None else read_plan(plan, num_microbatches=config.num_microbatches)
     return Proposer(
-        config=config, profile=estimated_profile(config), device_memory_bytes=device_memory_bytes, given=given
+        config=config,
+        profile=estimated_profile(config),
+        device_memory_bytes=device_memory_bytes,
+        given=given,
+        max_nodes=max_nodes,
     )
 
 

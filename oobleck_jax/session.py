@@ -31,7 +31,7 @@ from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.local_agents import LocalAgents
 from oobleck_jax.past_run import PastRun
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Plan
 from oobleck_jax.progress import failure_text, format_duration, make_display, plan_table
 from oobleck_jax.propose import layer_names
 from oobleck_jax.setting import Setting
@@ -244,6 +244,7 @@ class Session:
             tokens_per_step=config.tokens_per_step,
             evaluates_after=config.evaluates_after,
             replan=self._replan,
+            ahead=setting.proposer.ahead,
             faults_of=self._faults_of,
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
@@ -254,9 +255,11 @@ class Session:
     def _faults_of(self, node: NodeId) -> tuple[str, ...]:
         return tuple(str(injection) for injection in self._setting.injections if injection.node == node)
 
-    def _replan(self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+    def _replan(
+        self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
+    ) -> Proposal:
         began_s = time.perf_counter()
-        proposal = self._setting.proposer.replan(nodes, holdings)
+        proposal = self._setting.proposer.replan(nodes, holdings, old)
         return replace(proposal, plan_s=time.perf_counter() - began_s)
 
     def _metrics(self, committed: events.Committed) -> events.StepMetrics:

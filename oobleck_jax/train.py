@@ -102,11 +102,11 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         if memory_gib is not None
         else memory_per_device(config.devices_per_node * max(num_local, 1))
     )
-    proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes)
-    proposer.check()
     max_nodes = config.nodes if line.run.max_nodes is None else line.run.max_nodes
     if max_nodes < config.nodes:
         raise ConfigError(f"--max-nodes {max_nodes} is less than the {config.nodes} nodes to begin with")
+    proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes, max_nodes=max_nodes)
+    proposer.check()
     injections = parse_injections(line.run.inject)
     check_injections(injections, num_nodes=max_nodes, steps=config.steps, is_local=process is None)
     host = "127.0.0.1" if process is None else process.host

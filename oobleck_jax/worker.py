@@ -327,6 +327,9 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
         link=link,
         at_moment=injector,
     )
+    # A node that comes later finds most programs in the cache, and the others need not wait for any of them then.
+    for done, total in trainer.compile_ahead(welcome.ahead, rank=0, num_ranks=1) if welcome.ahead else ():
+        control.send(CompiledAhead(node=welcome.node, generation=0, done=done, total=total))
     control.send(
         WorkerReady(
             node=welcome.node,

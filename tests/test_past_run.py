@@ -55,7 +55,7 @@ def test_the_journal_says_where_the_run_stands(tmp_path: Path) -> None:
     assert past.committed == tuple(map(committed, range(4)))
     assert past.records == (STARTED, *PLANNED, *past.committed)
     assert past.resumption == Resumption(
-        generation=2, committed=committed(3), nodes=(NodeId(0), NodeId(2)), evaluated=False
+        generation=2, plan=PLANNED[-1].plan, committed=committed(3), nodes=(NodeId(0), NodeId(2)), evaluated=False
     )
 
 

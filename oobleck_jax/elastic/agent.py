@@ -29,7 +29,7 @@ from oobleck_jax.elastic.connection import Connection, connect, join
 from oobleck_jax.elastic.worker_keeper import WorkerKeeper
 from oobleck_jax.elastic.worker_process import WorkerProcess
 from oobleck_jax.errors import RunFailed
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Stage
 
 
 WORKER_COMMAND = (sys.executable, "-m", "oobleck_jax.worker")
@@ -101,6 +101,7 @@ class _Agent:
         self._session = session
         self._connection: Connection | None = None  # None: not in, or not any more
         self._welcome: messages.Welcome | None = None  # the first one; None: never been in
+        self._ahead: tuple[Stage, ...] = ()  # what the next worker is to get ready, by the last word on it
         self._keeper: WorkerKeeper | None = None
         self._host = ""  # of the worker, as other nodes reach it
         self._leaving: messages.Leaving | None = None
@@ -193,6 +194,7 @@ class _Agent:
             self._keeper = WorkerKeeper(welcome.node, start=self._start_worker, tell=self._tell)
         elif (welcome.node, welcome.config_json) != (self._welcome.node, self._welcome.config_json):
             raise RunFailed(f"{self._options.coordinator_address} coordinates another run now")
+        self._ahead = welcome.ahead
         keeper = self._keeper
         assert keeper is not None
         self._connection = connection
@@ -212,6 +214,7 @@ class _Agent:
             data, message = received
             match message:
                 case messages.Respawn():
+                    self._ahead = message.ahead
                     keeper.spawn(message.incarnation, delay_s=message.delay_s)
                 case messages.Stop():
                     keeper.send(data, message)
@@ -240,6 +243,7 @@ class _Agent:
         command = [*options.worker_command, "--host", self._host, "--incarnation", str(incarnation)]
         if options.compilation_cache:
             command += ["--compilation-cache", options.compilation_cache]
+        welcome = msgspec.structs.replace(welcome, ahead=self._ahead)
         return await WorkerProcess.start(command, welcome, num_devices=options.num_devices, log_path=log_path)
 
 

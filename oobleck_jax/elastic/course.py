@@ -153,7 +153,7 @@ class Course:
         if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
             return None
         try:
-            proposal = proposal or self._prospects.propose()
+            proposal = proposal or self._prospects.propose(self.current.plan if self.current else self._origin.plan)
         except PlanError as error:
             return self._without_plan(reason, str(error))
         if self.current is None:  # of a run whose coordinator died
@@ -230,7 +230,9 @@ class Course:
             what = f"JAX's coordination service of generation {current.number} could not start: {given.error}"
             return self._fail_for(what)
         nodes = sorted((node for node in self._roster if node.node in current.members), key=lambda node: node.node)
-        begin = current.begin(nodes, fabric_address=given.address, cores=self._terms.place(current.plan))
+        begin = current.begin(
+            nodes, fabric_address=given.address, cores=self._terms.place(current.plan), ahead=self._terms.ahead
+        )
         for node in nodes:
             node.enter(NodeState.PREPARING, self.now_s)
         self._send_to_members(begin)
@@ -321,7 +323,7 @@ class Course:
         proposal = None
         if newcomers and not leaving:
             try:
-                proposal = self._prospects.propose()
+                proposal = self._prospects.propose(current.plan)
             except PlanError:
                 return
             if proposal.plan.pipelines == current.plan.pipelines:

@@ -12,7 +12,7 @@ from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.node import Node
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.elastic.votes import Decision, Fault, decide
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Stage
 
 
 _WAITING_S = 2.5  # a wait that has not been told of again for so long is over; it is repeated every second
@@ -37,8 +37,9 @@ class Generation:
         proposal: its plan, and why it has this one.
         plan: what it carries out.
         workers: the nodes that work, and vote, ascending.
-        members: the nodes that prepare, ascending; the position is the rank in its fabric. Those that work, and others
-            that have the state of layers: spare ones, and leaving ones while somebody may need what they have.
+        members: the nodes that prepare, ascending; the position is the rank in its fabric. Those that work, and spare
+            ones, which may have the state of layers and compile ahead; and leaving ones while somebody may need what
+            they have.
         step: the step in progress.
     """
 
@@ -68,9 +69,8 @@ class Generation:
         lacked = {
             layer for node in self.workers for layer in plan.layers_of(node) if layer not in holdings.get(node, ())
         }
-        sources = [node for node in plan.spare_nodes if holdings.get(node)]
-        sources += [node for node in leaving if lacked.intersection(holdings.get(node, ()))]
-        self.members = tuple(sorted([*self.workers, *sources]))
+        sources = [node for node in leaving if lacked.intersection(holdings.get(node, ()))]
+        self.members = tuple(sorted([*plan.nodes, *sources]))
         self.step = first_step
         self._began_s = now_s
         self._prepared: dict[NodeId, messages.Prepared] = {}
@@ -97,7 +97,12 @@ class Generation:
         )
 
     def begin(
-        self, nodes: Sequence[Node], *, fabric_address: str, cores: Mapping[NodeId, tuple[int, ...]]
+        self,
+        nodes: Sequence[Node],
+        *,
+        fabric_address: str,
+        cores: Mapping[NodeId, tuple[int, ...]],
+        ahead: tuple[Stage, ...],
     ) -> messages.Begin:
         """Return what tells the members to prepare.
 
@@ -105,6 +110,7 @@ class Generation:
             nodes: the members, ascending.
             fabric_address: of the coordination service of this generation.
             cores: to run on; nodes that may use any are left out.
+            ahead: stages that plans to come may need.
         """
         return messages.Begin(
             generation=self.number,
@@ -120,7 +126,7 @@ class Generation:
             ),
             fabric_address=fabric_address,
             step=self.step,
-            ahead=self.proposal.ahead,
+            ahead=ahead,
             evaluate_first=self._evaluation is not None,
         )
 

@@ -182,6 +182,8 @@ class Membership:
             case messages.Failed():
                 self._worker_failed(node, message)
             case messages.CompiledAhead():
+                if not node.is_ready:
+                    node.since_s = self._now_s  # it goes on
                 self._out.write(events.CompiledAhead(node=node.node, done=message.done, total=message.total))
             case messages.Progress() | messages.Prepared():
                 self._course.preparing(node, message)
@@ -328,7 +330,7 @@ class Membership:
         elif node.leaves is not None:
             self._roster.release(node)
         else:
-            self._roster.respawn(node, cause.what, self._now_s)
+            self._roster.respawn(node, cause.what, self._now_s, has_begun=self._course.generation > 0)
 
     # ---------------------------------------------------------------------------------------------------- deadlines
 

@@ -208,6 +208,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
     faults: tuple[str, ...] = ()  # what is to go wrong with this worker on purpose (faults.py)
+    ahead: tuple[Stage, ...] = ()  # stages whose programs it gets ready before it is ready itself: the run has begun
 
 
 class Refused(Message, frozen=True, kw_only=True):
@@ -258,6 +259,7 @@ class Respawn(Message, frozen=True, kw_only=True):
     incarnation: int  # of the new worker
     delay_s: float
     reason: str
+    ahead: tuple[Stage, ...] = ()  # as in Welcome
 
 
 class Abandon(Message, frozen=True, kw_only=True):

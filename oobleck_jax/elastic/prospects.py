@@ -3,7 +3,7 @@
 from oobleck_jax.elastic.roster import Roster
 from oobleck_jax.elastic.terms import Proposal, Terms
 from oobleck_jax.errors import NotEnoughNodes
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Plan
 
 
 class Prospects:
@@ -14,8 +14,8 @@ class Prospects:
         self._roster = roster
         self._planned_for: set[NodeId] = set()
 
-    def propose(self) -> Proposal:
-        """Return the plan for the nodes that are ready and stay.
+    def propose(self, old: Plan | None) -> Proposal:
+        """Return the plan for the nodes that are ready and stay, given the plan so far.
 
         Raises:
             PlanError: there is none.
@@ -24,7 +24,7 @@ class Prospects:
         self._planned_for = set(nodes)
         if not nodes:
             raise NotEnoughNodes("no node is left", num_nodes=0, num_needed=1)
-        return self._terms.replan(nodes, self._roster.holdings)
+        return self._terms.replan(nodes, self._roster.holdings, old)
 
     def newcomers(self, now_s: float) -> list[NodeId]:
         """Return the nodes that no plan has reckoned with; none while others will be ready in a moment."""

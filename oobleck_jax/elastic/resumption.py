@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from oobleck_jax import events
 from oobleck_jax.elastic.messages import Commit, Held
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,11 +15,13 @@ class Resumption:
     Attributes:
         generation: the last one; 0 before the first.
         committed: the last commit decision, which some nodes may not have heard of.
+        plan: of that generation.
         nodes: whose workers may have lived on.
         evaluated: whether the evaluation after the last commit, if there was one, is complete.
     """
 
     generation: int = 0
+    plan: Plan | None = None
     committed: events.Committed | None = None
     nodes: tuple[NodeId, ...] = ()
     evaluated: bool = True

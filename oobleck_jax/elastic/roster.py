@@ -10,7 +10,7 @@ from oobleck_jax.elastic.failures import Failures
 from oobleck_jax.elastic.node import Node, NodeState, Overdue, deadlines_of
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.terms import Terms
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Stage
 
 
 class Roster:
@@ -103,12 +103,13 @@ class Roster:
         )
         self._nodes[number] = self._by_connection[connection] = node
         self._out.write(events.Joined(node=number, name=join.name, incarnation=node.incarnation))
-        self._welcome(node, is_first=join.incarnation == 0 and join.worker is None)
+        is_first = join.incarnation == 0 and join.worker is None
+        self._welcome(node, is_first=is_first, ahead=self._terms.ahead if has_begun else ())
         if join.worker is not None:
             self.make_ready(node, join.worker, now_s)
         return node
 
-    def _welcome(self, node: Node, *, is_first: bool) -> None:
+    def _welcome(self, node: Node, *, is_first: bool, ahead: tuple[Stage, ...]) -> None:
         cores, num_threads = self._terms.place_at_start(node.node)
         welcome = messages.Welcome(
             node=node.node,
@@ -116,6 +117,7 @@ class Roster:
             cores=cores,
             num_threads=num_threads,
             faults=self._terms.faults_of(node.node) if is_first else (),
+            ahead=ahead,
         )
         self._out.send(node.connection, welcome)
 
@@ -168,7 +170,7 @@ class Roster:
 
     # ------------------------------------------------------------------------------------------------------- going
 
-    def respawn(self, node: Node, reason: str, now_s: float) -> None:
+    def respawn(self, node: Node, reason: str, now_s: float, *, has_begun: bool) -> None:
         """Have the worker of a node replaced; a node whose workers fail again and again is excluded."""
         limits = self._terms.limits
         failures = self._failures.setdefault(node.node, Failures())
@@ -183,7 +185,8 @@ class Roster:
         node.ready_s = node.stopped_since_s = None
         node.link_address, node.holds = "", ()
         self._out.write(events.Respawned(node=node.node, incarnation=node.incarnation, delay_s=delay_s, reason=reason))
-        respawn = messages.Respawn(incarnation=node.incarnation, delay_s=delay_s, reason=reason)
+        ahead = self._terms.ahead if has_begun else ()
+        respawn = messages.Respawn(incarnation=node.incarnation, delay_s=delay_s, reason=reason, ahead=ahead)
         return self._out.send(node.connection, respawn)
 
     def dismiss(self, node: Node, reason: str, *, exit_code: int) -> None:

@@ -22,13 +22,12 @@ class Proposal:
 
     plan: Plan
     reason: str
-    ahead: tuple[Stage, ...] = ()  # stages that the plans after it may need, the most likely first
     plan_s: float = 0.0  # that planning took, where somebody measured it
 
 
-# Given the nodes that are ready (ascending), and the layers whose current state each node has: the plan for them, or
-# PlanError. Pure.
-Replan: TypeAlias = Callable[[tuple[NodeId, ...], Mapping[NodeId, tuple[int, ...]]], Proposal]
+# Given the nodes that are ready (ascending), the layers whose current state each node has, and the plan so far: the
+# plan for them, or PlanError. Pure.
+Replan: TypeAlias = Callable[[tuple[NodeId, ...], Mapping[NodeId, tuple[int, ...]], Plan | None], Proposal]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +45,7 @@ class Terms:
         tokens_per_step: tokens that the votes of a step must cover.
         evaluates_after: whether an evaluation follows the commit of a step.
         replan: the planner.
+        ahead: stages that the plans to come may need, the most likely first.
         place: cores of each node of a plan; nodes that may use any core are left out.
         place_at_start: cores and number of threads of a node's worker, before there is a plan.
         faults_of: what is to go wrong on purpose with the first worker of a node.
@@ -65,6 +65,7 @@ class Terms:
     place: Callable[[Plan], Mapping[NodeId, tuple[int, ...]]]
     place_at_start: Callable[[NodeId], tuple[tuple[int, ...], int]]
     max_nodes: int | None = None
+    ahead: tuple[Stage, ...] = ()
     faults_of: Callable[[NodeId], tuple[str, ...]] = lambda node: ()
     on_loss: OnLoss = OnLoss.STOP
     limits: Limits = field(default_factory=Limits)

@@ -7,13 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.plan import NodeId, Plan, Stage
+from oobleck_jax.planning.plan import MAX_SPAN_LAYERS, NodeId, Plan, Stage
 from oobleck_jax.planning.schedule import Action, StageCost, check_schedule, merge_for_node, one_f_one_b
-
-
-# Layers of a span at most. The fewer, the sooner an abandoned step ends (a program cannot be stopped), and the fewer
-# programs there are for all cuts together; the more, the less often programs must be started.
-MAX_SPAN_LAYERS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

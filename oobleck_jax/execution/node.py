@@ -7,6 +7,7 @@ changes parameters or optimizer state, so that a step can be dropped at any mome
 Shapes: B microbatch, T sequence.
 """
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import NodeId, Plan, Stage
 from oobleck_jax.planning.reconfigure import State, copies_of
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +151,8 @@ class NodeTrainer:
         missing = [key for key in calls if key not in self._compiled]
         for done, key in enumerate(missing):
             progress("compile", done, len(missing))
+            if generation.number > 1:
+                logger.warning("not compiled ahead: %s", key)
             calls[key]()
             self._compiled.add(key)
         if missing:

@@ -13,6 +13,12 @@ from oobleck_jax.errors import PlanError
 
 
 NodeId = NewType("NodeId", int)
+
+# Layers that a program runs at most; stages are cut into such spans behind layer 0, 2, 4, ... The fewer, the sooner an
+# abandoned step ends (a program cannot be stopped), and the fewer programs there are for all stages together; the more,
+# the less often programs must be started.
+MAX_SPAN_LAYERS = 2
+
 T = TypeVar("T")
 
 

@@ -40,7 +40,7 @@ def plan_of(*pipelines: tuple[int, ...], spare: tuple[int, ...] = ()) -> Plan:
     )
 
 
-def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]) -> Proposal:
+def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None = None) -> Proposal:
     """Two pipelines when there are nodes enough; at least two nodes; a fifth and later node is spare."""
     if len(nodes) < 2:
         raise NotEnoughNodes(f"{len(nodes)} nodes, but 2 are needed", num_nodes=len(nodes), num_needed=2)

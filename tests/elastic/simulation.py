@@ -121,6 +121,7 @@ class Simulation:
         evaluated = [record.step for record in self.records(events.Evaluated)]
         resumed = Resumption(
             generation=max((record.generation for record in self.records(events.Planned)), default=0),
+            plan=next((record.plan for record in reversed(self.records(events.Planned))), None),
             committed=committed,
             nodes=tuple(sorted({node.id for node in known})),
             evaluated=committed is not None and committed.step in evaluated,

@@ -9,7 +9,9 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import Close, Disconnected, FabricFailed, FabricStarted, StartFabric, Tick
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.phase import Phase
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.elastic.terms import Proposal
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
+from tests.elastic import plans
 from tests.elastic.simulation import (
     Node,
     Simulation,
@@ -293,6 +295,49 @@ def test_faults_are_for_the_first_worker_of_a_node_only() -> None:
     assert [message.faults for message in simulation.sent(messages.Welcome)][:2] == [("kill:0@3",), ("kill:1@3",)]
     simulation.rejoin(nodes[1])
     assert simulation.sent(messages.Welcome)[-1].faults == ()
+
+
+def test_a_node_that_comes_when_the_run_has_begun_compiles_ahead_first_and_has_the_time_for_it() -> None:
+    ahead = (Stage(first_layer=0, end_layer=2),)
+    simulation, nodes = regrouping(ahead=ahead, max_nodes=5, limits=Limits(ready_s=3.0))
+    assert [message.ahead for message in simulation.sent(messages.Welcome)] == [()] * 4
+    assert {message.ahead for message in simulation.sent(messages.Begin)} == {ahead}
+    kill(simulation, nodes[1])
+    nodes[1].is_alive = False  # its new worker takes long
+    assert simulation.sent(messages.Respawn)[-1].ahead == ahead
+    late = simulation.join()
+    assert simulation.sent(messages.Welcome)[-1].ahead == ahead
+    for done in range(3):
+        pass_time(simulation, 2.0)
+        for node, number in ((nodes[1], NodeId(1)), (late, NodeId(4))):
+            simulation.say(node, messages.CompiledAhead(node=number, generation=0, done=done, total=9))
+            simulation.say(node, messages.Heartbeat(node=number))
+    assert len(simulation.sent(messages.Respawn)) == 1
+    pass_time(simulation, 3.5)
+    assert len(simulation.sent(messages.Respawn)) == 3  # no progress of either
+
+
+def test_a_spare_node_takes_part_so_that_it_compiles_ahead() -> None:
+    simulation, _ = regrouping(num_nodes=5)
+    (begun,) = {tuple(member.node for member in message.members) for message in simulation.sent(messages.Begin)}
+    assert simulation.records(events.Planned)[-1].plan.spare_nodes == (4,)
+    assert begun == (0, 1, 2, 3, 4)
+
+
+def test_the_planner_is_told_of_the_plan_so_far() -> None:
+    told: list[Plan | None] = []
+
+    def replan(nodes: tuple[NodeId, ...], holdings: dict, old: Plan | None) -> Proposal:
+        told.append(old)
+        return plans.replan(nodes, holdings)
+
+    simulation, nodes = regrouping(replan=replan)
+    kill(simulation, nodes[1])
+    simulation.pump_steps(3)
+    simulation.restart()
+    simulation.reattach()
+    used = [record.plan for record in simulation.records(events.Planned)]
+    assert told == [None, *used[:-1]]
 
 
 def test_progress_of_compiling_ahead_is_told() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oobleck_jax.elastic import messages
-from oobleck_jax.planning.plan import Stage
+from oobleck_jax.planning.plan import NodeId, Stage
 from tests.end_to_end.worker_pair import LIMIT_S, Pair, worker_pair
 from tests.execution.thread_cluster import plan_of
 
@@ -50,6 +50,19 @@ def test_nothing_is_compiled_between_a_loss_and_the_next_commit(pair: Pair, fold
         assert later[0].received_bytes > 0
         log = (folder / f"node-{worker.node}.log").read_text()
         assert not re.findall(r"programs were compiled in step .* of generation [2-9]", log)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_node_that_comes_later_compiles_nothing_when_it_is_taken_in(pair: Pair) -> None:
+    pair.run(PLANS[1], ahead=AHEAD)
+    pair.workers.pop().close()
+    pair.start(NodeId(1), ahead=AHEAD)
+    pair.await_ready()
+    for plan in PLANS:
+        pair.run(plan, ahead=AHEAD)
+    assert [prepared.num_new_compilations for prepared in pair.workers[1].prepared] == [0, 0]
+    assert pair.workers[1].prepared[0].received_bytes > 0
 
 
 def check_usage(pair: Pair, count: int) -> None:

@@ -70,8 +70,9 @@ class Worker:
 class Pair:
     """Two workers and the generations that they go through."""
 
-    def __init__(self, workers: list[Worker]) -> None:
-        self.workers = workers
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.workers: list[Worker] = []
         self.generation = 0
         self.step = 0
         self._service: CoordinationService | None = None
@@ -111,6 +112,32 @@ class Pair:
         """End the generation, wherever the workers are in it."""
         self._send(messages.Abandon(generation=self.generation, reason="for the test"))
 
+    def start(self, node: NodeId, *, ahead: tuple = ()) -> None:
+        """Start a worker; it compiles these stages before it is ready."""
+        cache = self._folder / "programs"
+        cache.mkdir(exist_ok=True)
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "oobleck_jax.worker", "--control-fd", str(theirs.fileno())]
+        with (self._folder / f"node-{node}.log").open("ab") as log, theirs:
+            process = subprocess.Popen(
+                [*command, "--compilation-cache", str(cache)],
+                pass_fds=(theirs.fileno(),),
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=worker_environment(os.environ, num_threads=1, num_devices=1),
+            )
+        worker = Worker(node=node, process=process, control=ours)
+        self.workers.insert(node, worker)
+        config_json = config_to_json("gpt-test", load_preset("gpt-test"))
+        worker.send(messages.Welcome(node=node, config_json=config_json, cores=(), num_threads=1, ahead=ahead))
+
+    def await_ready(self) -> None:
+        """Wait until workers that were started are ready."""
+        for worker in self.workers:
+            if not worker.link_address:
+                worker.link_address = worker.expect(messages.WorkerReady).link_address
+
     def _send(self, message: messages.Message) -> None:
         for worker in self.workers:
             worker.send(message)
@@ -119,28 +146,12 @@ class Pair:
 @contextmanager
 def worker_pair(folder: Path) -> Iterator[Pair]:
     """Start two workers of gpt-test that share a cache of programs in `folder`."""
-    cache = folder / "programs"
-    cache.mkdir(exist_ok=True)
-    config_json = config_to_json("gpt-test", load_preset("gpt-test"))
-    workers: list[Worker] = []
+    pair = Pair(folder)
     try:
         for node in map(NodeId, range(2)):
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "oobleck_jax.worker", "--control-fd", str(theirs.fileno())]
-            with (folder / f"node-{node}.log").open("wb") as log, theirs:
-                process = subprocess.Popen(
-                    [*command, "--compilation-cache", str(cache)],
-                    pass_fds=(theirs.fileno(),),
-                    stdout=log,
-                    stderr=log,
-                    cwd=ROOT,
-                    env=worker_environment(os.environ, num_threads=1, num_devices=1),
-                )
-            workers.append(Worker(node=node, process=process, control=ours))
-            workers[-1].send(messages.Welcome(node=node, config_json=config_json, cores=(), num_threads=1))
-        for worker in workers:
-            worker.link_address = worker.expect(messages.WorkerReady).link_address
-        yield Pair(workers)
+            pair.start(node)
+        pair.await_ready()
+        yield pair
     finally:
-        for worker in workers:
+        for worker in pair.workers:
             worker.close()

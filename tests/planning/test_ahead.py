@@ -7,8 +7,10 @@ import pytest
 
 from models.presets import load_preset
 from oobleck_jax.errors import PlanError
+from oobleck_jax.execution.layout import spans_of
+from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.ahead import programs_of, stages_ahead
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.plan import NodeId, Plan, Stage
 from oobleck_jax.planning.planner import plan_from, templates_for
 from oobleck_jax.planning.reconfigure import reconfigure
 from oobleck_jax.planning.templates import Templates
@@ -70,3 +72,51 @@ def test_what_one_loss_needs_comes_first(templates: Templates) -> None:
         programs_of(stage, templates.profile) for pipeline in plan.pipelines for stage in pipeline.template.stages
     }
     assert {programs_of(stage, templates.profile) for stage in ahead[: len(needed)]} == needed
+
+
+def needed_by(plan: Plan, templates: Templates) -> set:
+    return {programs_of(stage, templates.profile) for pipeline in plan.pipelines for stage in pipeline.template.stages}
+
+
+def test_nodes_that_may_join_are_reckoned_with(templates: Templates) -> None:
+    ahead = stages_ahead(templates, num_nodes=4, max_nodes=NUM_NODES, fault_tolerance=1)
+    known = {programs_of(stage, templates.profile) for stage in ahead}
+    for number in range(4, NUM_NODES + 1):
+        nodes = tuple(NodeId(node) for node in range(number))
+        try:
+            plan = plan_from(templates, nodes=nodes, fault_tolerance=1).plan
+        except PlanError:
+            continue
+        assert needed_by(plan, templates) <= known
+
+
+def test_the_users_plan_is_reckoned_with_and_comes_after_one_loss() -> None:
+    config = replace(load_preset("gpt-laptop"), nodes=3, fault_tolerance=1)
+    templates = templates_for(
+        estimated_profile(config),
+        num_nodes=3,
+        devices_per_node=1,
+        num_microbatches=config.num_microbatches,
+        device_memory_bytes=8 * 2**30,
+    )
+    given = read_plan("0-4,4-10 | 0-10", num_microbatches=config.num_microbatches)
+    options = {"num_nodes": 3, "max_nodes": 3, "fault_tolerance": 1}
+    without, with_it = (stages_ahead(templates, **options, given=plan) for plan in (None, given))
+    assert not needed_by(given, templates) <= {programs_of(stage, templates.profile) for stage in without}
+    after_loss = plan_from(templates, nodes=(NodeId(0), NodeId(1)), fault_tolerance=1).plan
+    first = needed_by(after_loss, templates) | needed_by(given, templates)
+    assert {programs_of(stage, templates.profile) for stage in with_it[: len(first)]} == first
+
+
+def test_stages_that_seem_to_need_the_same_programs_are_cut_into_the_same_spans() -> None:
+    config = load_preset("gpt-laptop")
+    model, profile = config.model.build(), estimated_profile(config)
+    cuts: dict = {}
+    for first, end in itertools.combinations(range(len(model.layers) + 1), 2):
+        stage = Stage(first_layer=first, end_layer=end)
+        spans = [
+            (span.kind, len(span.layers), span.end_layer == end == len(model.layers))
+            for span in spans_of(model, stage.layers)
+        ]
+        assert cuts.setdefault(programs_of(stage, profile), spans) == spans
+    assert len(cuts) < len(model.layers) * (len(model.layers) + 1) / 2  # some are alike

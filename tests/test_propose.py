@@ -1,0 +1,48 @@
+"""What the proposer gives the planner: one set of templates, and the plan so far."""
+
+from dataclasses import replace
+
+from models.presets import load_preset
+from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.planner import make_templates
+from oobleck_jax.planning.reconfigure import copies_of, states_of
+from oobleck_jax.propose import Proposer, make_proposer
+
+
+NODES = tuple(map(NodeId, range(6)))
+
+
+def proposer_of(**changes) -> Proposer:
+    config = replace(load_preset("gpt-laptop"), nodes=len(NODES), fault_tolerance=1)
+    return make_proposer(config, plan=None, device_memory_bytes=8 * 2**30, **changes)
+
+
+def moved_bytes(proposer: Proposer, after: Plan, before: Plan) -> int:
+    held = {node: frozenset(before.layers_of(node)) for node in after.nodes}
+    return sum(copy.num_bytes for copy in copies_of(after, held, states_of(proposer.profile)))
+
+
+def test_the_plan_so_far_saves_copies() -> None:
+    proposer = proposer_of()
+    first = proposer.first().plan
+    saved = 0
+    for lost in NODES:
+        alive = tuple(node for node in NODES if node != lost)
+        holdings = {node: first.layers_of(node) for node in alive}
+        with_it, without = (proposer.replan(alive, holdings, old).plan for old in (first, None))
+        saved += moved_bytes(proposer, without, first) - moved_bytes(proposer, with_it, first)
+    assert saved > 0
+
+
+def test_templates_are_made_once_for_all_numbers_of_nodes() -> None:
+    proposer = proposer_of(max_nodes=9)
+    make_templates.cache_clear()
+    for number in (6, 9, 4, 2):
+        proposer.replan(tuple(map(NodeId, range(number))), {}, None)
+    assert proposer.ahead
+    assert make_templates.cache_info().misses == 1
+
+
+def test_nothing_is_compiled_ahead_for_a_run_that_ends_with_the_first_loss() -> None:
+    proposer = proposer_of()
+    assert replace(proposer, config=replace(proposer.config, fault_tolerance=0)).ahead == ()
