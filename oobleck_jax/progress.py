@@ -70,6 +70,7 @@ class Story:
                 wait = f" in {record.delay_s:.0f} s" if record.delay_s else ""
                 return f"node {record.node} gets a new worker{wait} (number {record.incarnation})"
             case events.Resumed():
+                self.step = record.step
                 return f"this coordinator takes over after generation {record.generation}; next is step {record.step}"
             case events.Incident():
                 return incident_text(record)

@@ -28,7 +28,7 @@ def _writers(run_dir: Path) -> Iterator[tuple[int, int, list[str]]]:
     logs = (run_dir / "logs").resolve()
     for process in psutil.process_iter():
         try:
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
             if log.parent == logs:
                 yield int(log.stem.partition("-")[2]), process.pid, process.cmdline()
         except (psutil.Error, OSError):  # it has just ended, or is somebody else's

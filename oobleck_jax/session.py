@@ -77,6 +77,7 @@ class Session:
         self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
         past = setting.past
         self._files = events.RunFiles(setting.run_dir.path, goes_on_after=None if past is None else len(past.committed))
+        self._contact = setting.contact
         self._joined: set[NodeId] = set()
         self._first_step_s: float | None = None
         self._is_interrupted = False
@@ -112,6 +113,8 @@ class Session:
         match record:
             case events.Joined():
                 self._joined.add(record.node)
+                if record.node in self._contact.agents and record.node not in self._agents.alive:
+                    self._note_agents(but=record.node)  # somebody else has started the one that joined
             case events.Committed():
                 self._files.write_metrics(self._metrics(record))
                 self._inject(record.step)
@@ -178,8 +181,9 @@ class Session:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started with nohup
             loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
-        self._start_agents(self._setting.agents)
-        watch = loop.create_task(self._watch_agents(coordinator))
+        strangers = self._strangers()
+        self._start_agents(self._setting.agents.keys() - strangers)
+        watch = loop.create_task(self._watch_agents(coordinator, strangers))
         try:
             return await coordinator.run(listener, tls=tls)
         finally:
@@ -201,15 +205,23 @@ class Session:
 
     def _start_agents(self, nodes: Iterable[NodeId]) -> None:
         """Start agents on this machine where there are none, and write down which processes there are."""
-        contact = self._setting.contact
         self._agents.start(nodes, os.environ)
-        self._setting.run_dir.write_contact(
-            msgspec.structs.replace(
-                contact,
-                agents={**contact.agents, **self._agents.process_ids()},
-                fabric_host=self._fabric_host.process_id,
-            )
+        self._note_agents()
+
+    def _note_agents(self, *, but: NodeId | None = None) -> None:
+        """Write down the agents that this coordinator, or one before, has started."""
+        agents = {**self._contact.agents, **self._agents.process_ids()}
+        self._contact = msgspec.structs.replace(
+            self._contact,
+            agents={node: process for node, process in agents.items() if node != but},
+            fabric_host=self._fabric_host.process_id,
         )
+        self._setting.run_dir.write_contact(self._contact)
+
+    def _strangers(self) -> frozenset[NodeId]:
+        """Return the nodes of a run that goes on whose agents somebody else has started: they look for us."""
+        nodes = () if self._setting.past is None else self._setting.past.resumption.nodes
+        return frozenset(node for node in nodes if node not in self._setting.contact.agents)
 
     def _resumption(self) -> Resumption | None:
         """Return where the run stands, if it goes on; whose agent is known to have ended need not be waited for."""
@@ -219,12 +231,15 @@ class Session:
         gone = self._setting.contact.agents.keys() - self._agents.alive
         return replace(resumption, nodes=tuple(node for node in resumption.nodes if node not in gone))
 
-    async def _watch_agents(self, coordinator: Coordinator) -> None:
+    async def _watch_agents(self, coordinator: Coordinator, strangers: frozenset[NodeId]) -> None:
         """End the run if a local agent ends before it has joined; later, the coordinator sees its connection end."""
         started_again: set[NodeId] = set()
+        patient_until_s = time.monotonic() + self._setting.limits.reattach_s
         while True:
             await asyncio.sleep(_WATCH_S)
             ended = self._setting.agents.keys() - self._agents.alive - self._joined
+            if time.monotonic() < patient_until_s:
+                ended -= strangers
             if ended and self._setting.past is None:
                 return coordinator.interrupt(self._agents.why_ended(min(ended)), 1)
             if not self._is_interrupted and ended - started_again:  # they lived when we began, but did not come back

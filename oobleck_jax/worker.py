@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--compilation-cache", type=Path, help="folder of compiled programs that all nodes share")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _keep_gloo_quiet()
     control = SocketControl(socket.socket(fileno=arguments.control_fd))
     welcome = control.receive()
     if not isinstance(welcome, Welcome):
@@ -367,6 +368,14 @@ def _pin(cores: tuple[int, ...]) -> None:
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
+
+
+def _keep_gloo_quiet() -> None:
+    """Drop what C++ prints to standard output: Gloo's lines for each meeting. What Python prints goes into the log."""
+    sys.stdout = sys.stderr
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _as_node(number: int | None) -> NodeId | None:

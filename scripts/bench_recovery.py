@@ -102,6 +102,7 @@ class Run:
 
 def main(arguments: Arguments) -> None:
     """Kill, compare, print, write."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
         flags = ["--preset", arguments.preset, "--nodes", str(arguments.nodes)]
         flags += ["--compilation-cache", str(Path(folder) / "programs")]
@@ -229,8 +230,10 @@ def _cost(arguments: Arguments, folder: Path, flags: Sequence[str]) -> float:
         for tolerance in ("0", "1") if number % 2 else ("1", "0"):
             run_dir = folder / f"tolerance-{tolerance}-{number}"
             run = Run(run_dir, [*flags, "--fault-tolerance", tolerance, "--steps", str(arguments.steps)])
-            run.process.wait(timeout=LIMIT_S)
-            run.end()
+            try:
+                run.process.wait(timeout=LIMIT_S)
+            finally:
+                run.end()
             steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
             times[tolerance] += steps_s[arguments.steps // 4 :]
             print(f"fault tolerance {tolerance}: {statistics.median(steps_s):.3f} s per step", flush=True)

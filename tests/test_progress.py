@@ -182,3 +182,9 @@ def test_it_is_told_once_when_all_nodes_have_the_programs_of_later_plans() -> No
     ]
     lines = [told.take(record) for record in records]
     assert lines == [None, None, "every node has the programs of later plans ready (9 each)", None]
+
+
+def test_a_run_that_goes_on_is_shown_from_where_it_was() -> None:
+    story = Story(num_nodes=2, steps=100, tokens_per_step=1)
+    assert story.take(events.Resumed(generation=3, step=40, nodes=(NodeId(0), NodeId(1)))) is not None
+    assert story.step == 40

@@ -396,10 +396,16 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(
 
 
 @pytest.mark.process
-def test_a_coordinator_that_is_started_again_replaces_the_agents_that_died_with_it(launch: Launch) -> None:
+def test_a_coordinator_that_is_started_again_replaces_agents_that_died_and_waits_for_those_of_others(launch) -> None:
     command = ("--nodes", "3", "--fault-tolerance", "1", "--steps", "99999")
     first = launch.start(*command)
     launch.await_step(3)
+    os.kill(launch.find("elastic.agent", node=2), signal.SIGKILL)
+    launch.wait_for(lambda: bool(launch.events(events.Failed)))
+    joiner = launch.start("--join", str(launch.run_dir))
+    launch.wait_for(lambda: len(launch.events(events.Joined)) == 4)
+    launch.await_plan_with(2)
+    launch.await_steps_from_now(1)
     first.kill()
     os.kill(launch.find("elastic.agent", node=1), signal.SIGKILL)
     first.wait()
@@ -407,7 +413,11 @@ def test_a_coordinator_that_is_started_again_replaces_the_agents_that_died_with_
     launch.wait_for(lambda: bool(launch.events(events.Resumed)))
     launch.await_plan_with(1)
     launch.await_steps_from_now(3)
+    assert joiner.poll() is None
+    assert launch.events(events.Rejected) == []
+    assert 2 in launch.events(events.Planned)[-1].plan.nodes  # pyright: ignore
     launch.interrupt(again)
+    joiner.communicate(timeout=10)
     launch.await_nothing_left(2.0)
 
 

@@ -16,6 +16,7 @@ It ends with the run. Before that:
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -105,6 +106,7 @@ class _Agent:
         self._keeper: WorkerKeeper | None = None
         self._host = ""  # of the worker, as other nodes reach it
         self._leaving: messages.Leaving | None = None
+        self._identity = secrets.token_hex(8)
 
     async def run(self) -> int:
         options = self._options
@@ -184,6 +186,7 @@ class _Agent:
             config_digest=options.config_digest,
             worker=None if keeper is None else keeper.ready,
             held=None if keeper is None else keeper.held,
+            agent=self._identity,
         )
 
     def _take_in(self, connection: Connection, welcome: messages.Welcome, request: messages.Join) -> None:

@@ -201,6 +201,8 @@ class Membership:
         if node is None:
             return None
         was_away = self._course.came_back(node.node)
+        if join.worker is None and old is not None:
+            return self._replaced(node)
         if join.worker is None:
             return self._course.gathered(f"node {node.node} came back without its worker") if was_away else None
         # It comes back with its worker, which may be in the middle of a step that nobody else is in any more.

@@ -66,6 +66,7 @@ class Join(Message, frozen=True, kw_only=True):
     config_digest: str | None = None  # of its own flags where it has any; must equal the coordinator's
     worker: WorkerReady | None = None  # that has lived on while its agent was without a coordinator
     held: Held | None = None  # what that worker has, counting the commits that were passed on to it
+    agent: str = ""  # of this process and no other: by it an agent replaces a connection of its own
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ class Node:
     incarnation: int  # of its worker
     heard_s: float  # last sign of life of the agent
     since_s: float  # in its state, or since its last progress; a worker that starts later: when it does
+    agent: str = ""  # what its agent calls itself
     state: NodeState = NodeState.STARTING
     ready_s: float | None = None  # when its worker became ready
     link_address: str = ""

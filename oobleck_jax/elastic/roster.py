@@ -70,11 +70,13 @@ class Roster:
     def admit(
         self, connection: ConnectionId, join: messages.Join, *, has_begun: bool, is_over: bool, now_s: float
     ) -> Node | None:
-        """Take a node in, or tell it why not. One that brings its worker along may replace its old connection."""
+        """Take a node in, or tell it why not. An agent that comes again may replace its old connection."""
         if connection in self._by_connection:
             self._out.ignore(f"{join.name} joined twice on one connection")
             return None
-        old = self.get(join.node) if join.worker is not None else None
+        old = self.get(join.node)
+        if old is not None and join.worker is None and join.agent != (old.agent or None):
+            old = None  # another agent, with a node of its own
         taken = [node for node in self._nodes if old is None or node != old.node]
         reason = "it comes too late: the run is over" if is_over else None
         reason = reason or why_refuse(join, self._terms, taken=taken, excluded=self._excluded, has_begun=has_begun)
@@ -100,6 +102,7 @@ class Roster:
             incarnation=join.incarnation if join.worker is None else join.worker.incarnation,
             heard_s=now_s,
             since_s=now_s,
+            agent=join.agent,
         )
         self._nodes[number] = self._by_connection[connection] = node
         self._out.write(events.Joined(node=number, name=join.name, incarnation=node.incarnation))

@@ -16,6 +16,9 @@ from oobleck_jax.elastic.child import child_command
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the largest vote
 _TAIL_BYTES = 4000
+# A sum whose fabric was dropped while it waited ends then, with its thread and its sockets (XLA: after half an hour).
+# Nobody waits longer for one that is still wanted.
+_COLLECTIVE_LIMIT_S = 600
 
 
 # For glibc. XLA allocates its temporaries anew in each program: what is freed must stay, or every page of it is faulted
@@ -141,13 +144,16 @@ class WorkerProcess:
 def worker_environment(environment: Mapping[str, str], *, num_threads: int, num_devices: int) -> dict[str, str]:
     """Return the environment of a worker: the given one, with XLA told about threads and devices.
 
-    What the user has put into XLA_FLAGS stays; ours come last, so they win where both speak of the same thing.
+    What the user has put into XLA_FLAGS stays. Ours come last, so they win where both speak of the same thing; but how
+    long collectives may take is the user's choice.
     """
-    flags: list[str] = [environment["XLA_FLAGS"]] if environment.get("XLA_FLAGS") else []
+    flags = [f"--xla_cpu_collective_timeout_seconds={_COLLECTIVE_LIMIT_S}"]
+    if environment.get("XLA_FLAGS"):
+        flags.append(environment["XLA_FLAGS"])
     if num_threads == 1:
         # One compute thread: the pool's second would only fight for the core with the workers beside this one.
         flags.append("--xla_cpu_multi_thread_eigen=false")
     if num_devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={num_devices}")
     ours = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **MALLOC}
-    return {**ours, **environment, **({"XLA_FLAGS": " ".join(flags)} if flags else {})}
+    return {**ours, **environment, "XLA_FLAGS": " ".join(flags)}

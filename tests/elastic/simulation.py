@@ -80,7 +80,9 @@ class Simulation:
     def join(self, node: int | None = None, **changes: Any) -> "Node":
         member = Node(ConnectionId(-1))
         self.connect(member)
-        values: dict[str, Any] = {"versions": {"jax": "0.10"}, "num_devices": 1, "incarnation": 0, **changes}
+        member.agent = f"agent-{member.connection}"
+        own = {"versions": {"jax": "0.10"}, "num_devices": 1, "incarnation": 0, "agent": member.agent}
+        values: dict[str, Any] = {**own, **changes}
         name = f"host-{member.connection}"
         join = messages.Join(name=name, node=None if node is None else NodeId(node), **values)
         self.feed(Received(connection=member.connection, message=join))
@@ -101,6 +103,7 @@ class Simulation:
             incarnation=node.incarnation,
             worker=ready(node.id, node.incarnation) if has_worker else None,
             held=node.held if has_worker else None,
+            agent=node.agent,
         )
         effects = self.feed(Received(connection=node.connection, message=join))
         self.num_sent_again += sum(
@@ -208,6 +211,7 @@ class Node:
         self.inbox: deque[messages.ToNode] = deque()
         self.outbox: deque[messages.ToCoordinator] = deque()
         self.has_agent = True
+        self.agent = ""
         self.id = NodeId(-1)
         self.incarnation = -1
         self._start(0)

@@ -222,6 +222,21 @@ def test_a_new_connection_takes_the_place_of_one_that_is_not_known_to_be_lost() 
     simulation.pump_steps(2)
 
 
+def test_an_agent_without_a_ready_worker_takes_the_place_of_its_own_old_connection_and_of_no_other() -> None:
+    simulation, nodes = regrouping()
+    old = nodes[1].connection
+    nodes[1].is_alive = False  # it ended while the connection was broken
+    simulation.rejoin(nodes[1])
+    assert Close(connection=old) in simulation.history
+    assert simulation.sent(messages.Refused) == []
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 2, 3)
+    simulation.pump_steps(3)
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 1, 2, 3)
+    assert nodes[1].incarnation == 1
+    simulation.join(1)
+    assert "node 1 takes part already" in simulation.sent(messages.Refused)[-1].reason
+
+
 def test_what_comes_on_the_old_connection_has_no_consequence() -> None:
     simulation, nodes = regrouping()
     old = Node(nodes[1].connection)
