@@ -29,7 +29,8 @@ def _writers(run_dir: Path) -> Iterator[tuple[int, int, list[str]]]:
     for process in psutil.process_iter():
         try:
             log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
-            if log.parent == logs:
-                yield int(log.stem.partition("-")[2]), process.pid, process.cmdline()
+            node = log.stem.removeprefix("node-")
+            if log.parent == logs and node.isdigit():
+                yield int(node), process.pid, process.cmdline()
         except (psutil.Error, OSError):  # it has just ended, or is somebody else's
             continue

@@ -25,6 +25,7 @@ from models.presets import config_from_json
 from oobleck_jax.config import RunConfig
 from oobleck_jax.control import Control, SocketControl, receive_or_abandon
 from oobleck_jax.data import TokenDataset
+from oobleck_jax.elastic.lifeline import hold
 from oobleck_jax.elastic.messages import (
     Abandon,
     Begin,
@@ -289,12 +290,15 @@ def main() -> None:
     """Run the worker process: `python -m oobleck_jax.worker --control-fd N`."""
     parser = argparse.ArgumentParser(description="Serve one node of a run; started by its agent.")
     parser.add_argument("--control-fd", type=int, required=True, help="inherited socket whose other end the agent has")
+    parser.add_argument("--lifeline-fd", type=int, help="inherited, by which the agent learns that this process ends")
     parser.add_argument("--host", default="127.0.0.1", help="address of this host under which other nodes reach it")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this node's worker was started before")
     parser.add_argument("--compilation-cache", type=Path, help="folder of compiled programs that all nodes share")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _keep_gloo_quiet()
+    if arguments.lifeline_fd is not None:
+        hold(arguments.lifeline_fd)
     control = SocketControl(socket.socket(fileno=arguments.control_fd))
     welcome = control.receive()
     if not isinstance(welcome, Welcome):

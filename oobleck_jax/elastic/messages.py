@@ -84,11 +84,15 @@ class Leaving(Message, frozen=True, kw_only=True):
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):
-    """The worker process of a node ended (told by its agent)."""
+    """The worker process of a node ended (told by its agent).
+
+    Told twice of one that was killed: first when it begins to end, because its memory may take long to be given back.
+    """
 
     node: NodeId
     incarnation: int
     exit_code: int  # negative: the signal that killed it
+    is_gone: bool = True  # False: it was killed and is about to be gone; its last incarnation cannot do anything more
     log_tail: str  # last lines it wrote
     peak_memory_bytes: int = 0  # resident, of the worker
     agent_peak_memory_bytes: int = 0  # resident, of the agent itself

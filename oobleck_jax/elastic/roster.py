@@ -162,6 +162,8 @@ class Roster:
         return node
 
     def record_exit(self, exited: messages.WorkerExited) -> None:
+        if not exited.is_gone:
+            return  # it is told once more
         self._out.write(
             events.Left(
                 node=exited.node,

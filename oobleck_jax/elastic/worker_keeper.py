@@ -121,18 +121,26 @@ class WorkerKeeper:
         try:
             worker = self._worker = await self._start(incarnation)
         except OSError as error:
-            return self._tell_exit(incarnation, _NOT_STARTED, f"the worker could not be started: {error}", 0)
+            return self._tell_exit(incarnation, _NOT_STARTED, f"the worker could not be started: {error}")
         relay = asyncio.create_task(self._relay(worker))
+        watch = asyncio.create_task(self._watch(incarnation, worker))
         exited, changed = asyncio.ensure_future(worker.wait()), asyncio.create_task(self._change.wait())
         await asyncio.wait([exited, changed], return_when=asyncio.FIRST_COMPLETED)
         if exited.done():
             # All that it said comes before the news of its end.
             await asyncio.wait([relay], timeout=_LAST_WORDS_S)
         exit_code = await worker.end(patience_s=0.0)
-        for task in (relay, exited, changed):
+        for task in (relay, watch, exited, changed):
             task.cancel()
         self._worker = self.ready = self.held = self._begin = None
-        return self._tell_exit(incarnation, exit_code, worker.log_tail(), worker.peak_memory_bytes)
+        return self._tell_exit(incarnation, exit_code, worker.log_tail(), peak_bytes=worker.peak_memory_bytes)
+
+    async def _watch(self, incarnation: int, worker: WorkerProcess) -> None:
+        """Tell at once of a worker that is killed by somebody else."""
+        exit_code = await worker.killed()
+        if exit_code is not None and not (self._is_wanted or self._is_over):
+            self.ready = self.held = self._begin = None
+            self._tell_exit(incarnation, exit_code, worker.log_tail(), is_gone=False)
 
     async def _relay(self, worker: WorkerProcess) -> None:
         while (line := await worker.receive()) is not None and not self._is_wanted:
@@ -141,11 +149,14 @@ class WorkerKeeper:
                 self.ready = message if isinstance(message, messages.WorkerReady) else None
             self._tell(line)
 
-    def _tell_exit(self, incarnation: int, exit_code: int, log_tail: str, peak_bytes: int) -> None:
+    def _tell_exit(
+        self, incarnation: int, exit_code: int, log_tail: str, *, peak_bytes: int = 0, is_gone: bool = True
+    ) -> None:
         self.exited = messages.WorkerExited(
             node=self._node,
             incarnation=incarnation,
             exit_code=exit_code,
+            is_gone=is_gone,
             log_tail=log_tail,
             peak_memory_bytes=peak_bytes,
             agent_peak_memory_bytes=peak_memory_bytes(),

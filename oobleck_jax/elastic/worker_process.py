@@ -12,6 +12,7 @@ from pathlib import Path
 
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.child import child_command
+from oobleck_jax.elastic.lifeline import Lifeline
 
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the largest vote
@@ -38,17 +39,26 @@ class WorkerProcess:
 
     Its messages are lines of JSON on a socket pair whose other end it inherits as `--control-fd`. What it prints goes
     straight into the log file, so nothing is lost when the agent dies. The worker has its own session, is killed by the
-    kernel when the agent dies (Linux), and sees the end of its control socket anywhere.
+    kernel when the agent dies (Linux), and sees the end of its control socket anywhere. It inherits a lifeline as
+    `--lifeline-fd`, by which the agent learns at once that it is killed (Linux).
 
     Attributes:
         peak_memory_bytes: largest resident size, known once it has ended.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, log_path: Path | None) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        control: socket.socket,
+        log_path: Path | None,
+        lifeline: Lifeline | None,
+    ) -> None:
         self.peak_memory_bytes = 0
         self._process = process
         self._control = control
         self._log_path = log_path
+        self._lifeline = lifeline
+        self._has_spoken = asyncio.Event()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._exit = asyncio.ensure_future(asyncio.to_thread(self._reap))
@@ -64,7 +74,7 @@ class WorkerProcess:
         """Start a worker and send it its first line.
 
         Args:
-            command: the program; `--control-fd N` is appended.
+            command: the program; `--control-fd N --lifeline-fd N` is appended.
             welcome: its configuration, cores and threads.
             num_devices: virtual devices of its CPU platform.
             log_path: file its output is appended to; None: the output of this process.
@@ -72,16 +82,23 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as stack:
             log = stack.enter_context(log_path.open("ab")) if log_path else None
+            inherited = {"--control-fd": theirs.fileno()}
+            lifeline = None
+            with contextlib.suppress(OSError):
+                lifeline = Lifeline()
+                stack.callback(lifeline.close)
+                inherited["--lifeline-fd"] = lifeline.descriptor
+            options = [word for name, number in inherited.items() for word in (name, str(number))]
             process = subprocess.Popen(
-                child_command([*command, "--control-fd", str(theirs.fileno())], cores=welcome.cores),
+                child_command([*command, *options], cores=welcome.cores),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=tuple(inherited.values()),
                 env=worker_environment(os.environ, num_threads=welcome.num_threads, num_devices=num_devices),
                 start_new_session=True,
             )
-        worker = cls(process, ours, log_path)
+        worker = cls(process, ours, log_path, lifeline)
         worker._reader, worker._writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
         worker.send(messages.encode(welcome))
         return worker
@@ -97,12 +114,24 @@ class WorkerProcess:
         assert self._reader is not None
         with contextlib.suppress(ConnectionError):
             if line := await self._reader.readline():
+                self._has_spoken.set()
                 return line
         return None
 
     async def wait(self) -> int:
         """Return the exit code once the worker has ended; negative: the signal that killed it."""
         return await asyncio.shield(self._exit)
+
+    async def killed(self) -> int | None:
+        """Return the exit code of a worker that is being killed, long before `wait` does; None: only `wait` knows."""
+        await self._has_spoken.wait()  # it holds its lifeline from then on
+        if self._lifeline is None or not await self._lifeline.wait():
+            return None
+        try:
+            status = int(self._stat()[-1])
+        except OSError:
+            return None  # it is gone already
+        return os.waitstatus_to_exitcode(status) if os.WIFSIGNALED(status) else None
 
     async def end(self, *, patience_s: float) -> int:
         """Wait for the worker to end, and kill it and its children when it does not. Return the exit code."""
@@ -119,10 +148,9 @@ class WorkerProcess:
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the worker (Linux; elsewhere False)."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            return self._stat()[0] == "T"
         except OSError:
             return False
-        return stat.rpartition(")")[2].split()[0] == "T"
 
     def log_tail(self) -> str:
         """Return the last lines that the worker wrote."""
@@ -132,6 +160,11 @@ class WorkerProcess:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-20:])
+
+    def _stat(self) -> list[str]:
+        """Return what the kernel says of the process, from its state to its exit status (proc(5))."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()
 
     def _reap(self) -> int:
         # wait4 instead of Popen.wait: it tells the peak memory of exactly this child.

@@ -17,6 +17,7 @@ import sys
 import time
 
 from oobleck_jax.elastic import messages
+from oobleck_jax.elastic.lifeline import hold
 from oobleck_jax.planning.plan import NodeId, Plan
 
 
@@ -177,10 +178,13 @@ def parse_fault(text: str | None) -> tuple[str, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int)
     parser.add_argument("--incarnation", type=int, default=0)
     parser.add_argument("--fault")
     parser.add_argument("--step-s", type=float, default=0.005)
     options, _ = parser.parse_known_args()
+    if options.lifeline_fd is not None:
+        hold(options.lifeline_fd)
     Worker(options).run()
 
 

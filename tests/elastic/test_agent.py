@@ -207,6 +207,21 @@ def test_a_stopped_worker_is_killed_and_replaced(tmp_path: Path) -> None:
     run(play())
 
 
+def test_a_killed_worker_is_told_of_at_once_and_again_when_its_memory_is_free(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with scene(tmp_path) as it:
+            peer, _ = await it.enter()
+            it.worker().kill()
+            first, second = [await peer.expect(messages.WorkerExited) for _ in range(2)]
+            assert (first.is_gone, second.is_gone) == (sys.platform != "linux", True)
+            assert first.exit_code == second.exit_code == -signal.SIGKILL
+            assert second.peak_memory_bytes > 0
+            await peer.send(messages.Respawn(incarnation=1, delay_s=0.0, reason="killed"))
+            assert (await peer.expect(messages.WorkerReady)).incarnation == 1
+
+    run(play())
+
+
 def test_the_last_request_for_a_worker_counts(tmp_path: Path) -> None:
     async def play() -> None:
         async with scene(tmp_path) as it:
