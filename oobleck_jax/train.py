@@ -47,6 +47,11 @@ from oobleck_jax.session import SIGNALS, Session, config_digest, software_versio
 from oobleck_jax.setting import Setting
 
 
+# Where nodes share cores, a worker that starts (2 s and more of compute) would double the time of the step that the
+# others redo meanwhile.
+_YIELD_S = 10.0
+
+
 def main(
     arguments: Sequence[str],
     *,
@@ -161,7 +166,10 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 max_nodes=max_nodes,
                 agents=agents,
                 contact=contact,
-                limits=Limits(forgive_s=60.0 * line.run.forgive_minutes).scaled(line.run.patience),
+                limits=Limits(
+                    forgive_s=60.0 * line.run.forgive_minutes,
+                    yield_s=_YIELD_S if len(available_cores()) < num_local else 0.0,
+                ).scaled(line.run.patience),
                 patience=line.run.patience,
                 orphan_s=nodes.orphan_s,
                 summary_path=line.run.summary_json,

@@ -216,6 +216,10 @@ class Generation:
             limit_s = max(limit_s, limits.first_step_s)
         return self._step_since_s + limit_s
 
+    def yield_s(self, limits: Limits) -> float:
+        """Return how long a worker that starts should leave the cores to the others, which redo the step."""
+        return limits.yield_after_s(self._recent_steps_s)
+
     def stuck_s(self, now_s: float) -> float:
         """Return how long the step, or the evaluation before it, has been going on."""
         return now_s - self._step_since_s

@@ -22,6 +22,7 @@ class Limits:
     verdict_s: float = 1.0  # a better explanation of a failure comes in
     stop_s: float = 3.0  # all nodes leave when told to stop
     step_multiple: float = 4.0  # of the usual time, see step_s
+    yield_s: float = 0.0  # a new worker that shares cores with others waits for the step that they redo, at most
     backoff_s: float = 2.0  # wait before the second new worker of a node; doubles with each further one
     forgive_s: float = 180.0  # a worker that was well for so long makes up for all failures of its node before
     max_failures: int = 5  # of a node's workers, before the node is excluded
@@ -38,6 +39,10 @@ class Limits:
         if not recent_steps_s:
             return self.first_step_s
         return max(self.step_s, self.step_multiple * statistics.median(recent_steps_s))
+
+    def yield_after_s(self, recent_steps_s: Sequence[float]) -> float:
+        """Return how long the step that is redone may take, as far as a new worker should leave the cores to it."""
+        return min(self.yield_s, 1.5 * statistics.median(recent_steps_s)) if recent_steps_s else 0.0
 
     def backoff_after_s(self, num_failures: int) -> float:
         """Return how long to wait before a node's worker is started anew: not at all after its first failure."""

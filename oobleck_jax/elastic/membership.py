@@ -332,7 +332,17 @@ class Membership:
         elif node.leaves is not None:
             self._roster.release(node)
         else:
-            self._roster.respawn(node, cause.what, self._now_s, has_begun=self._course.generation > 0)
+            self._respawn(node, cause)
+
+    def _respawn(self, node: Node, cause: Cause) -> None:
+        current = self._course.current if self._course.working else None
+        self._roster.respawn(
+            node,
+            cause.what,
+            self._now_s,
+            has_begun=self._course.generation > 0,
+            yield_s=0.0 if current is None else current.yield_s(self._terms.limits),
+        )
 
     # ---------------------------------------------------------------------------------------------------- deadlines
 

@@ -175,8 +175,13 @@ class Roster:
 
     # ------------------------------------------------------------------------------------------------------- going
 
-    def respawn(self, node: Node, reason: str, now_s: float, *, has_begun: bool) -> None:
-        """Have the worker of a node replaced; a node whose workers fail again and again is excluded."""
+    def respawn(self, node: Node, reason: str, now_s: float, *, has_begun: bool, yield_s: float) -> None:
+        """Have the worker of a node replaced; a node whose workers fail again and again is excluded.
+
+        Args:
+            has_begun: whether the first generation has begun.
+            yield_s: how long the new worker leaves the cores to those that recover.
+        """
         limits = self._terms.limits
         failures = self._failures.setdefault(node.node, Failures())
         failures.add(ready_s=node.ready_s, limits=limits, now_s=now_s)
@@ -184,7 +189,7 @@ class Roster:
             self._excluded[node.node] = why
             self._out.write(events.Rejected(name=node.name, reason=f"{why}; the last: {reason}"))
             return self.dismiss(node, f"{why}; the last: {reason}", exit_code=1)
-        delay_s = failures.delay_s(limits)
+        delay_s = max(failures.delay_s(limits), yield_s)
         node.incarnation += 1
         node.enter(NodeState.STARTING, now_s + delay_s)
         node.ready_s = node.stopped_since_s = None

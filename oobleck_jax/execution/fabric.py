@@ -36,7 +36,9 @@ from oobleck_jax.execution.waiting import raise_transport_error, wait_event
 Ranks: TypeAlias = tuple[int, ...]  # members of a sum, ascending positions in the fabric
 
 _AXIS = "member"
-_LONGEST_TRIAL = 1 << 22  # numbers; longer sums are compiled, but a short one makes their communicator
+# Numbers that a program adds up at once. Longer vectors are summed part by part, so that to try the program is cheap,
+# and its communicator and its memory are there before the first step: 25 MB in parts take no longer than as a whole.
+_LONGEST = 1 << 20
 _JOIN_LIMIT_S = 0.02  # an idle channel's thread ends at once, and a stuck one not at all
 
 
@@ -198,15 +200,16 @@ class _Channel:
 
     def warm(self, ranks: Ranks, length: int) -> "_Task":
         def get_ready() -> None:
-            self._program(ranks, length)
-            self._sum(ranks, np.zeros(length if length <= _LONGEST_TRIAL else 1, np.float32))
+            self._sum_part(ranks, np.zeros(min(length, _LONGEST), np.float32))
 
         return self._submit(get_ready, what=f"first sum of {length} numbers over ranks {ranks}")
 
     def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"]) -> "_Task":
         assert self._rank in ranks, f"rank {self._rank} takes no part in a sum over {ranks}"
         assert vector.dtype == np.float32, f"sums are of float32, not {vector.dtype}"
-        assert (ranks, vector.size) in self._programs, f"the sum of {vector.size} numbers over {ranks} was not warmed"
+        assert (ranks, min(vector.size, _LONGEST)) in self._programs, (
+            f"the sum of {vector.size} numbers over {ranks} was not warmed"
+        )
         return self._submit(lambda: self._sum(ranks, vector), what=f"sum of {vector.size} numbers over ranks {ranks}")
 
     def _submit(self, call: Callable[[], Any], *, what: str) -> "_Task":
@@ -228,8 +231,20 @@ class _Channel:
             del task  # the thread must not hold on to the last result
 
     def _sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"]) -> Float[np.ndarray, " n"]:
+        vector = np.asarray(vector)
+        if vector.size <= _LONGEST:
+            return self._sum_part(ranks, vector)
+        total = np.empty_like(vector)
+        for start in range(0, vector.size, _LONGEST):
+            part = vector[start : start + _LONGEST]
+            missing = _LONGEST - part.size
+            whole = np.pad(part, (0, missing)) if missing else part
+            total[start : start + part.size] = self._sum_part(ranks, whole)[: part.size]
+        return total
+
+    def _sum_part(self, ranks: Ranks, vector: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         sharding, program = self._program(ranks, vector.size)
-        mine = jax.device_put(np.asarray(vector), self._devices[self._rank])
+        mine = jax.device_put(vector, self._devices[self._rank])
         whole = jax.make_array_from_single_device_arrays((len(ranks) * vector.size,), sharding, [mine])
         return np.asarray(program(whole).addressable_data(0))
 

@@ -317,6 +317,15 @@ def test_a_node_that_comes_when_the_run_has_begun_compiles_ahead_first_and_has_t
     assert len(simulation.sent(messages.Respawn)) == 3  # no progress of either
 
 
+@pytest.mark.parametrize(("yield_s", "delay_s"), [(0.0, 0.0), (10.0, 1.5), (0.7, 0.7)])
+def test_a_new_worker_leaves_the_cores_to_the_others_for_a_step(yield_s: float, delay_s: float) -> None:
+    simulation, nodes = regrouping(limits=Limits(yield_s=yield_s))  # steps of one second
+    kill(simulation, nodes[1])
+    assert simulation.sent(messages.Respawn)[-1].delay_s == delay_s
+    simulation.pump_steps(3)
+    assert simulation.records(events.Planned)[-1].plan.nodes == (0, 1, 2, 3)
+
+
 def test_a_spare_node_takes_part_so_that_it_compiles_ahead() -> None:
     simulation, _ = regrouping(num_nodes=5)
     (begun,) = {tuple(member.node for member in message.members) for message in simulation.sent(messages.Begin)}
