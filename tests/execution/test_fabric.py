@@ -1,4 +1,4 @@
-"""A fabric of one node: vectors are taken apart and put together. Several: tests/end_to_end/test_transport_processes."""
+"""A fabric of one node: vectors are taken apart and put together. Of several: test_transport_processes.py."""
 
 import threading
 
