@@ -9,7 +9,6 @@ tenth of the closed form for GPTs, so worth it for other models). Without `--dev
 have measured, or rough estimates where there was none.
 """
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,14 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from models.presets import load_preset
-from oobleck_jax.config import Remat, RunConfig, check_config
-from oobleck_jax.errors import ConfigError, PlanError
-from oobleck_jax.launch import available_cores
-from oobleck_jax.measured_profile import Profiler, cache_folder, place_of, read_profile
+from oobleck_jax.config import RunConfig
+from oobleck_jax.errors import ConfigError
 from oobleck_jax.plan_report import Report, Request, make_report
 from oobleck_jax.plan_tables import print_report
-from oobleck_jax.planning.devices import Device, device_named, rates_of
-from oobleck_jax.planning.estimate import DeviceRates, estimate_profile
-from oobleck_jax.planning.profile import Profile
+from oobleck_jax.planning.devices import device_named
 from oobleck_jax.planning.templates import make_templates
-from oobleck_jax.propose import estimated_profile, layer_sizes, memory_per_device
-from oobleck_jax.session import software_versions
+from oobleck_jax.propose import layer_sizes
+from oobleck_jax.target import config_of, memory_of, profile_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +71,6 @@ def main(arguments: Arguments) -> int:
     return 0
 
 
-def config_of(arguments: Arguments) -> RunConfig:
-    """Return the preset with the flags that were given."""
-    names = ("nodes", "fault_tolerance", "devices_per_node", "microbatch_size", "global_batch_size")
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    config = dataclasses.replace(load_preset(arguments.preset), **given)
-    if arguments.remat is not None:
-        config = dataclasses.replace(config, remat=Remat(arguments.remat))
-    check_config(config)
-    return config
-
-
 def report_of(arguments: Arguments, config: RunConfig) -> Report:
     """Plan for the configuration."""
     device = None if arguments.device is None else device_named(arguments.device)
@@ -112,63 +95,6 @@ def report_of(arguments: Arguments, config: RunConfig) -> Report:
             peak_flops_per_s=None if device is None else device.peak_flops_per_s(profile.precision),
         ),
     )
-
-
-def profile_of(arguments: Arguments, config: RunConfig, device: Device | None) -> Profile:
-    """Return the costs: what --profile says, else those kept from runs on this machine, else estimates."""
-    if arguments.profile not in (None, "estimate", "xla"):
-        return read_profile(Path(arguments.profile), config)
-    if device is None and arguments.profile == "xla":
-        raise PlanError("--profile xla estimates costs on a --device; name one")
-    if device is None:
-        kept = kept_profile(arguments.preset, config) if arguments.profile is None else None
-        return kept or estimated_profile(config)
-    rates = rates_of(
-        device,
-        precision=arguments.precision,
-        network_bytes_per_s=arguments.network_gbit * 1e9 / 8,
-        network_latency_s=arguments.network_latency_us * 1e-6,
-    )
-    if arguments.profile == "xla":
-        return _estimated_with_xla(arguments, config, rates)
-    return estimate_profile(
-        layer_sizes(config),
-        microbatch_size=config.microbatch_size,
-        precision=arguments.precision,
-        remat=config.remat,
-        rates=rates,
-        devices_per_node=config.devices_per_node,
-    )
-
-
-def kept_profile(preset: str, config: RunConfig) -> Profile | None:
-    """Return the profile that runs on this machine have measured, if there is one."""
-    profiler = Profiler(
-        compilation_cache=cache_folder(),
-        place=place_of(num_nodes=config.nodes, cores=available_cores()),
-        versions=software_versions(),
-        limit_s=0.0,
-        say=print,
-    )
-    return profiler.kept(preset, config)
-
-
-def _estimated_with_xla(arguments: Arguments, config: RunConfig, rates: DeviceRates) -> Profile:
-    if arguments.precision != "float32":
-        raise PlanError(f"--profile xla counts float32, not {arguments.precision}; add --precision float32")
-    import jax  # imported here, because it takes its time
-
-    jax.config.update("jax_platforms", "cpu")
-    from oobleck_jax.execution.profiler import estimate_profile_with_xla
-
-    return estimate_profile_with_xla(config, rates)
-
-
-def memory_of(arguments: Arguments, config: RunConfig, device: Device | None) -> int:
-    """Return the bytes that a stage may use of each device."""
-    if arguments.device_memory_gib is not None:
-        return int(arguments.device_memory_gib * 2**30)
-    return memory_per_device(config.nodes * config.devices_per_node) if device is None else device.usable_memory_bytes
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "oobleck_jax.planning",
     ),
     "oobleck_jax/checkpoint": (*BASE, "oobleck_jax.planning", "oobleck_jax.execution"),
+    "oobleck_jax/replay": ("oobleck_jax.config", "oobleck_jax.errors", "oobleck_jax.planning"),
     "models": ("oobleck_jax.config", "oobleck_jax.errors", "oobleck_jax.model", "oobleck_jax.model_config"),
     "oobleck_jax/config.py": BASE,
     "oobleck_jax/data.py": ("oobleck_jax.config", "oobleck_jax.errors", "oobleck_jax.token_file"),
@@ -60,6 +61,7 @@ FORBIDDEN = {
         f"oobleck_jax/checkpoint/{name}.py": ("jax", "flax", "orbax", "numpy", "oobleck_jax.execution")
         for name in ("compatibility", "election", "files", "manifest", "store")
     },
+    "oobleck_jax/replay": ("jax", "jaxlib", "flax", "optax", "orbax", "time", "socket", "asyncio", "subprocess"),
     "oobleck_jax/elastic/child.py": ("oobleck_jax", "msgspec", "aiohttp"),
 }
 

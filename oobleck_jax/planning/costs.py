@@ -21,7 +21,7 @@ UNLIMITED = 1 << 30  # microbatches in flight, where memory sets no limit
 NEVER = 1 << 60  # nanoseconds, where something is impossible
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Costs:
     """Tables over runs of layers `[first, end)`; index them by `[first, end]` or `[devices, first, end]`.
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -60,13 +61,16 @@ class StageTimes:
 
 _Kind: TypeAlias = tuple[Template, int]  # pipelines with the same template and number of microbatches
 
+MAX_KNOWN = 10_000  # kinds of pipelines that are kept
+
+_known_ends: WeakKeyDictionary[Costs, dict[_Kind, tuple[int, ...]]] = WeakKeyDictionary()
+
 
 def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tuple[PlanTimes, ...]:
     """Return when a step of each plan is predicted to end; see `forecast_plan`."""
     counts = [_count_kinds(plan) for plan in plans]
     kinds = list(dict.fromkeys(kind for count in counts for kind in count))
-    ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number in kinds])
-    ends_of = {kind: tuple(ends.tolist()) for kind, ends in zip(kinds, ends_ns, strict=True)}
+    ends_of = _ends_of(kinds, costs)
     updates_ns = {template: _update_ns(template, profile, costs) for template, _ in kinds}
     times: list[PlanTimes] = []
     for count in counts:
@@ -76,6 +80,17 @@ def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tup
         step_ns = sums_ns + max(updates_ns[template] for template, _ in count)
         times.append(PlanTimes(compute_ns=compute_ns, sums_ns=sums_ns, step_ns=step_ns))
     return tuple(times)
+
+
+def _ends_of(kinds: Sequence[_Kind], costs: Costs) -> dict[_Kind, tuple[int, ...]]:
+    """Return when the stages of each kind of pipeline end; each is played through once, and all new ones together."""
+    known = _known_ends.setdefault(costs, {})
+    if len(known) > MAX_KNOWN:
+        known.clear()
+    new = [kind for kind in kinds if kind not in known]
+    ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number in new]) if new else []
+    known |= {kind: tuple(ends.tolist()) for kind, ends in zip(new, ends_ns, strict=True)}
+    return known
 
 
 def _count_kinds(plan: Plan) -> Counter[_Kind]:

@@ -10,6 +10,7 @@ All of it is a function of its arguments, to the byte, on every machine.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from oobleck_jax.config import Remat
@@ -149,8 +150,13 @@ def planning_of(plan: Plan, templates: Templates, fault_tolerance: int) -> Plann
     )
 
 
-def candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iterator[tuple[Share, ...]]:
-    """Yield the best shares with pipelines of at least some size, for a few sizes."""
+@lru_cache(maxsize=256)
+def candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> tuple[tuple[Share, ...], ...]:
+    """Return the best shares with pipelines of at least some size, for a few sizes. Pure; the last ones are kept."""
+    return tuple(_candidates(templates, num_nodes, min_pipelines))
+
+
+def _candidates(templates: Templates, num_nodes: int, min_pipelines: int) -> Iterator[tuple[Share, ...]]:
     choices = templates.choices
     least, step, at_least_ns = min(choices), 1, 0
     for _ in range(MAX_CANDIDATES):

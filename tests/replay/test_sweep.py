@@ -1,0 +1,22 @@
+import pytest
+
+from oobleck_jax.errors import ConfigError
+from oobleck_jax.replay.sweep import Sweep, parse_sweep
+
+
+def test_sweeps_are_ranges_or_lists() -> None:
+    assert parse_sweep("f=0..4") == Sweep(name="f", values=(0, 1, 2, 3, 4))
+    assert parse_sweep("mtbf=600,1800.5").values == (600, 1800.5)
+
+
+def test_a_value_goes_into_the_recipe() -> None:
+    sweep = parse_sweep("mtbf=600,60")
+    assert sweep.in_recipe("bursts:mtbf=1,size=4", 600) == "bursts:mtbf=600,size=4"
+    with pytest.raises(ConfigError, match="needs a recipe"):
+        sweep.in_recipe("trace.csv", 600)
+
+
+@pytest.mark.parametrize("text", ["g=1", "f=", "f=0..x", "f=1.5", "mtbf=-3", "f"])
+def test_wrong_sweeps_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--sweep"):
+        parse_sweep(text)
