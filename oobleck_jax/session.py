@@ -26,6 +26,7 @@ from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
 from oobleck_jax.fabric_host import FabricHost, end_fabric_host
+from oobleck_jax.foresight import Foresight
 from oobleck_jax.inject import Kind
 from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
@@ -78,6 +79,8 @@ class Session:
         past = setting.past
         self._files = events.RunFiles(setting.run_dir.path, goes_on_after=None if past is None else len(past.committed))
         self._contact = setting.contact
+        self._foresight = Foresight(setting.proposer.replan)
+        self._new_plan: Plan | None = None  # for whose losses it has not been planned yet
         self._joined: set[NodeId] = set()
         self._first_step_s: float | None = None
         self._is_interrupted = False
@@ -118,6 +121,9 @@ class Session:
             case events.Committed():
                 self._files.write_metrics(self._metrics(record))
                 self._inject(record.step)
+                self._look_ahead()
+            case events.Planned():
+                self._new_plan = record.plan
             case events.Prepared() if self._first_step_s is None:
                 self._first_step_s = time.monotonic()
                 self._end_fabric_host_before()  # everybody has left it
@@ -129,6 +135,12 @@ class Session:
             _complain(failure_text(record, log if self._setting.is_local else None))
         else:
             self._display.show(record)
+
+    def _look_ahead(self) -> None:
+        """After the first step of a generation: plan for the losses that may come, in a thread beside this one."""
+        plan, self._new_plan = self._new_plan, None
+        if plan is not None and self._on_loss is OnLoss.REGROUP:
+            asyncio.get_running_loop().run_in_executor(None, self._foresight.foresee, plan)
 
     def _inject(self, step: int) -> None:
         """Do what is to happen on purpose once a step is committed, before anybody is told."""
@@ -274,7 +286,7 @@ class Session:
         self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
     ) -> Proposal:
         began_s = time.perf_counter()
-        proposal = self._setting.proposer.replan(nodes, holdings, old)
+        proposal = self._foresight.replan(nodes, holdings, old)
         return replace(proposal, plan_s=time.perf_counter() - began_s)
 
     def _metrics(self, committed: events.Committed) -> events.StepMetrics:
