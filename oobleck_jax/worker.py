@@ -45,7 +45,7 @@ from oobleck_jax.elastic.messages import (
 )
 from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
-from oobleck_jax.execution.compilations import num_compilations
+from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
@@ -208,9 +208,10 @@ class Worker:
             self._trainer.commit(step, commit.global_norm)
             self._applied = step
             if step == first_step:  # not before: the first step after a recovery has been waited for long enough
-                if count := num_compilations() - num_compilations_before:
+                if names := compiled_since(num_compilations_before):
                     generation = self._begin.generation
-                    logger.warning("%d programs were compiled in step %d of generation %d", count, step, generation)
+                    what = f"{len(names)} programs were compiled in step {step} of generation {generation}"
+                    logger.warning("%s: %s", what, ", ".join(names))
                 self._background.begin(self._prepare_for_losses(self._begin))
             if self._config.evaluates_after(step):
                 self._evaluate(step)

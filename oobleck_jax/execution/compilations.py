@@ -14,21 +14,27 @@ import jax
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-class _Count(threading.local):
-    num_compilations: int = 0
+class _Compiled(threading.local):
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
 
-_count = _Count()
+_compiled = _Compiled()
 
 
 def num_compilations() -> int:
     """Return how many programs the current thread has compiled, or read from the persistent cache, so far."""
-    return _count.num_compilations
+    return len(_compiled.names)
+
+
+def compiled_since(number: int) -> tuple[str, ...]:
+    """Return the names of the programs that the current thread has compiled after the first `number`."""
+    return tuple(_compiled.names[number:])
 
 
 def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _EVENT:
-        _count.num_compilations += 1
+        _compiled.names.append(str(kwargs.get("fun_name", "unknown")))
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -19,7 +19,7 @@ import numpy as np
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
-from oobleck_jax.execution.compilations import num_compilations
+from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.executor import Executor, Losses
 from oobleck_jax.execution.fabric import Fabric
 from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
@@ -152,7 +152,7 @@ class NodeTrainer:
         for done, key in enumerate(missing):
             progress("compile", done, len(missing))
             if generation.number > 1:
-                logger.warning("not compiled ahead: %s", key)
+                logger.warning("was not compiled ahead: %s", key)
             calls[key]()
             self._compiled.add(key)
         if missing:
@@ -161,6 +161,8 @@ class NodeTrainer:
         received = transfer.receive({name: self._builder.state_shapes(name) for name in transfer.incoming}, patience)
         self._load(received)
         copied_s = time.monotonic()
+        if generation.number > 1 and (names := compiled_since(num_compilations_before)):
+            logger.warning("generation %d waited for the compilation of %s", generation.number, ", ".join(names))
         before, after = hops_of(self._stages, generation.number, generation.node, generation.link_addresses, self._link)
         self._executor = Executor(
             config=self._config,
