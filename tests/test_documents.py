@@ -1,0 +1,101 @@
+"""What the documents say is so: commands have flags that exist, links lead somewhere, messages are the code's own."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from oobleck_jax.options import parse_command_line
+
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+LAUNCH_FILES = sorted((ROOT / "scripts" / "launch").iterdir())
+SMALLEST_PIECE = 9  # characters of a message that are worth looking for
+
+
+def commands_of(path: Path) -> Iterator[str]:
+    """Yield the commands with our scripts in the code blocks of a document, continued lines joined."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if line.startswith("python scripts/"):
+                yield line
+
+
+def strings_of_the_code() -> list[str]:
+    """Return all string literals, with a gap in place of each value that is filled in."""
+    found: list[str] = []
+    for path in [*ROOT.glob("oobleck_jax/**/*.py"), *ROOT.glob("models/**/*.py"), *ROOT.glob("scripts/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def parse(command: str) -> None:
+    words = shlex.split(re.sub(r"\$\w+", "0", command.removeprefix("python ")), comments=True)
+    script, arguments = words[0].removeprefix("scripts/").removesuffix(".py"), words[1:]
+    if "--help" in arguments or "..." in arguments:
+        return
+    if script in ("train", "coordinator"):
+        parse_command_line(arguments, program=script, description="")
+    else:
+        tyro.cli(importlib.import_module(f"scripts.{script}").Arguments, args=arguments)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_have_flags_that_exist(path: Path) -> None:
+    for command in commands_of(path):
+        try:
+            parse(command)
+        except SystemExit as ended:
+            pytest.fail(f"{path.name}: {command}: exit code {ended.code}")
+
+
+def test_there_are_commands_and_each_names_a_script() -> None:
+    commands = [command for path in DOCUMENTS for command in commands_of(path)]
+    assert len(commands) > 10
+    for command in commands:
+        assert (ROOT / command.split()[1]).is_file(), command
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.name)
+def test_launch_files_have_flags_that_exist(path: Path) -> None:
+    text = path.read_text()
+    if path.suffix == ".yaml":
+        runs = [
+            re.findall(r"^ +- (\S+)", block, re.MULTILINE)
+            for block in re.findall(r"^ +args:\n((?: +- [^\n]*\n)+)", text, re.MULTILINE)
+        ]
+    else:
+        text = re.sub(r"\\\n\s*", " ", re.sub(r"<[^>\n]*>", "FOLDER", text))
+        runs = [shlex.split(line[line.index("python scripts/") :]) for line in re.findall(r"^srun .*$", text, re.M)]
+    assert runs
+    for run in runs:
+        parse(shlex.join(run))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    messages = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    known = strings_of_the_code()
+    for message in messages:
+        pieces = [piece for piece in message.split("...") if len(piece.strip()) >= SMALLEST_PIECE]
+        assert pieces, f"{message!r} has no piece that is long enough to be found"
+        for piece in pieces:
+            assert any(piece.strip() in text for text in known), f"no message says {piece!r} (of {message!r})"
