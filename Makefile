@@ -6,6 +6,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 VENV ?= .venv
 BIN := $(VENV)/bin
+# By file, for the sake of shared fixtures; in the order of tests/conftest.py.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: train demo test format clean
@@ -23,7 +25,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format

@@ -5,7 +5,6 @@ recovered from the one before, a drawn number of steps and a drawn part of a sec
 outside; nothing in the run knows of them.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -13,13 +12,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
 from oobleck_jax import events
+from oobleck_jax.live_run import LiveRun, LiveRunError
 from oobleck_jax.run_processes import agents_of, workers_of
 
 
@@ -75,10 +75,6 @@ def draw_strikes(seed: int, *, count: int, num_nodes: int, fault_tolerance: int)
     return tuple(strikes)
 
 
-class ChaosError(Exception):
-    """The run did not do what it must; the rest of the strikes is left out."""
-
-
 class Chaos:
     """A run of scripts/train.py under strikes.
 
@@ -106,38 +102,40 @@ class Chaos:
             limit_s: what the run may take to recover, or to end.
         """
         self.struck = self.survived = 0
-        self._command, self._join_command, self._run_dir = list(command), list(join_command), run_dir
+        self._join_command = list(join_command)
         self._num_nodes, self._limit_s = num_nodes, limit_s
-        self._output = (run_dir.parent / f"{run_dir.name}.out").open("ab")
-        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._run = LiveRun(run_dir, command)
         self._joiners: list[subprocess.Popen[bytes]] = []
 
     def run(self, strikes: Sequence[Strike], tell: Callable[[str], None]) -> None:
         """Start the run, strike, and wait for its end.
 
         Raises:
-            ChaosError: it does not go on, or does not end well.
+            LiveRunError: it does not go on, or does not end well; the rest of the strikes is left out.
         """
-        self._start()
+        self._run.start()
         try:
             self._await_all(min_steps=1, limit_s=3 * self._limit_s)  # everything is compiled first
             for number, strike in enumerate(strikes):
-                self._await_steps(self._num_steps() + strike.steps)
+                self._await_steps(self._run.num_steps + strike.steps)
                 time.sleep(strike.delay_s)
-                tell(f"{number + 1}/{len(strikes)} at step {self._num_steps()}: {json.dumps(asdict(strike))}")
+                tell(f"{number + 1}/{len(strikes)} at step {self._run.num_steps}: {json.dumps(asdict(strike))}")
                 self.struck += 1
                 self._carry_out(strike)
-                self._await_all(min_steps=self._num_steps() + 1)
+                self._await_all(min_steps=self._run.num_steps + 1)
                 self.survived += 1
-            self._interrupt()
+            self._run.interrupt(limit_s=self._limit_s)
+            for joiner in self._joiners:
+                joiner.wait(timeout=self._limit_s)
         except BaseException:
-            self._kill_all()
+            for joiner in self._joiners:
+                joiner.kill()
+                joiner.wait()
+            self._run.kill_all()
             raise
-        finally:
-            self._output.close()
 
     def _carry_out(self, strike: Strike) -> None:
-        workers, agents = workers_of(self._run_dir), agents_of(self._run_dir)
+        workers, agents = self._run.workers, self._run.agents
         match strike.target:
             case Target.WORKER:
                 os.kill(workers[strike.node], signal.SIGKILL)
@@ -150,91 +148,52 @@ class Chaos:
             case Target.AGENT | Target.LEAVE:
                 os.kill(agents[strike.node], signal.SIGKILL if strike.target is Target.AGENT else signal.SIGTERM)
                 gone = agents[strike.node]
-                self._await(lambda: gone not in agents_of(self._run_dir).values(), "end of the agent")
+                self._await(lambda: gone not in self._run.agents.values(), "end of the agent")
                 self._join(strike.node)
             case Target.COORDINATOR:
-                assert self._coordinator is not None
-                self._coordinator.kill()
-                self._coordinator.wait()
-                self._start()
-
-    def _start(self) -> None:
-        self._coordinator = subprocess.Popen(self._command, stdout=self._output, stderr=subprocess.STDOUT)
+                self._run.kill()
+                self._run.start()
 
     def _join(self, node: int) -> None:
         """Let a new agent come, as an operator or a cluster manager would."""
-        with (self._run_dir / "logs" / f"node-{node}.log").open("ab") as log:
-            command = [*self._join_command, "--join", str(self._run_dir)]
+        with (self._run.run_dir / "logs" / f"node-{node}.log").open("ab") as log:
+            command = [*self._join_command, "--join", str(self._run.run_dir)]
             self._joiners.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
 
     def _await_steps(self, count: int) -> None:
-        self._await(lambda: self._num_steps() >= count, f"step {count - 1}")
+        self._await(lambda: self._run.num_steps >= count, f"step {count - 1}")
 
     def _await_all(self, *, min_steps: int, limit_s: float | None = None) -> None:
         """Wait until all nodes work, and some steps are committed."""
         self._await(
-            lambda: self._num_steps() >= min_steps and self._num_working() == self._num_nodes,
+            lambda: self._run.num_steps >= min_steps and self._num_working() == self._num_nodes,
             f"step {min_steps - 1} with all {self._num_nodes} nodes",
             limit_s,
         )
 
     def _await(self, condition: Callable[[], bool], what: str, limit_s: float | None = None) -> None:
-        limit_s = limit_s or self._limit_s
-        deadline_s = time.monotonic() + limit_s
-        while not condition():
-            if self._coordinator is None or self._coordinator.poll() is not None:
-                raise ChaosError(f"the run ended while it should go on ({what})")
-            if time.monotonic() > deadline_s:
-                raise ChaosError(
-                    f"no {what} within {limit_s:.0f} s: {self._num_working()} of {self._num_nodes} nodes work, "
-                    f"{self._num_steps()} steps are committed"
-                )
-            time.sleep(0.1)
-
-    def _num_steps(self) -> int:
-        return sum(1 for _ in self._records("journal.jsonl"))
+        try:
+            self._run.wait(what, condition, limit_s=limit_s or self._limit_s)
+        except LiveRunError as error:
+            raise LiveRunError(
+                f"{error} ({self._num_working()} of {self._num_nodes} nodes work, {self._run.num_steps} steps are "
+                "committed)"
+            ) from None
 
     def _num_working(self) -> int:
         """Return how many nodes work in the generation that runs; 0 between generations."""
-        working = 0
-        planned: events.Planned | None = None
-        for record in self._records("events.jsonl"):
+        is_prepared = False
+        for _, record in reversed(self._run.events):
             match record:
+                case events.Prepared():
+                    is_prepared = True
                 case events.Planned():
-                    planned, working = record, 0
-                case events.Prepared() if planned is not None:
-                    working = len(planned.plan.nodes)
+                    return len(record.plan.nodes) if is_prepared else 0
                 case events.Abandoned() | events.Gathering() | events.Resumed():
-                    working = 0
+                    return 0
                 case _:
                     pass
-        return working
-
-    def _records(self, name: str) -> Iterator[events.Record]:
-        path = self._run_dir / name
-        if path.exists():
-            for _, record in events.read_events(path):
-                yield record
-
-    def _interrupt(self) -> None:
-        assert self._coordinator is not None
-        self._coordinator.send_signal(signal.SIGINT)
-        try:
-            self._coordinator.wait(timeout=self._limit_s)
-        except subprocess.TimeoutExpired:
-            raise ChaosError(f"the run did not end within {self._limit_s:.0f} s after Ctrl-C") from None
-        for joiner in self._joiners:
-            joiner.wait(timeout=self._limit_s)
-
-    def _kill_all(self) -> None:
-        """Leave nothing behind of a run that has gone wrong."""
-        for process in [self._coordinator, *self._joiners]:
-            if process is not None:
-                process.kill()
-                process.wait()
-        for agent in agents_of(self._run_dir).values():  # their workers end with them
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(agent, signal.SIGKILL)
+        return 0
 
 
 def violations_of(run_dir: Path, expected_losses: Sequence[float], *, relative: float) -> list[str]:

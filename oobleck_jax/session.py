@@ -33,6 +33,7 @@ from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.local_agents import LocalAgents
 from oobleck_jax.past_run import PastRun
 from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.planning.reconfigure import get_ready
 from oobleck_jax.progress import failure_text, format_duration, make_display, plan_table
 from oobleck_jax.propose import layer_names
 from oobleck_jax.setting import Setting
@@ -195,6 +196,8 @@ class Session:
             loop.add_signal_handler(number, self._interrupt, coordinator, reason, exit_code)
         strangers = self._strangers()
         self._start_agents(self._setting.agents.keys() - strangers)
+        if self._on_loss is OnLoss.REGROUP:
+            loop.run_in_executor(None, get_ready)  # while the nodes come up
         watch = loop.create_task(self._watch_agents(coordinator, strangers))
         try:
             return await coordinator.run(listener, tls=tls)

@@ -26,7 +26,7 @@ from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.planner import plan_from
 from oobleck_jax.planning.profile import Profile
-from oobleck_jax.planning.reconfigure import reconfigure
+from oobleck_jax.planning.reconfigure import get_ready, reconfigure
 from oobleck_jax.planning.templates import Templates, make_templates
 
 
@@ -52,6 +52,7 @@ def main(arguments: Arguments) -> None:
         for stage in pipeline.template.stages
     }
     alive = tuple(node for node in nodes if node not in (3, 400, 999))
+    get_ready()  # as the coordinator does while the nodes come up
     runs: dict[str, Callable[[Templates], object]] = {
         "templates_96x64_s": lambda _: templates_of(one_device, max_nodes=64, devices_per_node=1, num_microbatches=512),
         "templates_96x32x8_s": lambda _: templates_of(

@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,12 +29,13 @@ import msgspec
 import tyro
 
 from oobleck_jax import events
+from oobleck_jax.live_run import LiveRun
 from oobleck_jax.planning.plan import Plan
-from oobleck_jax.run_processes import workers_of
 
 
 TRAIN = Path(__file__).with_name("train.py")
 LIMIT_S = 600.0  # for any one thing that is waited for
+END_S = 60.0  # to end after Ctrl-C
 NUM_USUAL = 3  # steps of a generation that must be committed before the next kill, and after it
 MANY_STEPS = 1_000_000
 
@@ -64,40 +64,10 @@ class Kill:
     incident: events.Incident
 
 
-class Run:
-    """A run of train.py and what it has written so far."""
-
-    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
-        self.folder = folder
-        self._output = (folder.parent / f"{folder.name}.txt").open("wb")
-        command = [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", *flags]
-        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
-
-    def records(self, kind: type, since: float = 0.0) -> list[tuple[float, Any]]:
-        """Return (time, record) of all records of a kind."""
-        name = "journal.jsonl" if kind is events.Committed else "events.jsonl"
-        path = self.folder / name
-        found = events.read_events(path) if path.exists() else ()
-        return [(when, record) for when, record in found if isinstance(record, kind) and when >= since]
-
-    def wait(self, what: str, condition: Any) -> Any:
-        """Wait until `condition()` is true; return what it gave."""
-        deadline_s = time.monotonic() + LIMIT_S
-        while not (found := condition()):
-            if self.process.poll() is not None:
-                raise SystemExit(f"the run ended ({self.process.returncode}); see {self._output.name}")
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"{what}: not within {LIMIT_S:.0f} s; see {self._output.name}")
-            time.sleep(0.02)
-        return found
-
-    def end(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(timeout=60)
-        finally:
-            self.process.kill()
-            self._output.close()
+def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
+    run = LiveRun(folder, [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", *flags])
+    run.start()
+    return run
 
 
 def main(arguments: Arguments) -> None:
@@ -135,11 +105,15 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
     """Return what was seen of each kill, the usual time of a step of each plan, and the first plan."""
     draw = random.Random(arguments.seed)
     plan = [] if arguments.plan is None else ["--plan", arguments.plan]
-    run = Run(folder / "killed", [*flags, *plan, "--fault-tolerance", "1", "--steps", str(MANY_STEPS)])
+    run = _start(folder / "killed", [*flags, *plan, "--fault-tolerance", "1", "--steps", str(MANY_STEPS)])
     kills: list[Kill] = []
     try:
         for number in range(arguments.kills):
-            step_s = run.wait("all nodes at work, and compiled ahead", lambda: _is_whole(run, arguments.nodes))
+            step_s = run.wait(
+                "generation of all nodes that is compiled ahead",
+                lambda: _is_whole(run, arguments.nodes),
+                limit_s=LIMIT_S,
+            )
             node = draw.randrange(arguments.nodes)
             time.sleep(draw.random() * step_s)
             kills.append(_kill_one(run, node))
@@ -151,11 +125,11 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
             )
         return kills, _usual_steps(run), run.records(events.Planned)[0][1].plan
     finally:
-        run.end()
+        run.interrupt(limit_s=END_S)
 
 
-def _kill_one(run: Run, node: int) -> Kill:
-    worker = workers_of(run.folder)[node]
+def _kill_one(run: LiveRun, node: int) -> Kill:
+    worker = run.workers[node]
     killed = time.time()
     os.kill(worker, signal.SIGKILL)
     since = killed - 0.001  # records have milliseconds
@@ -169,7 +143,7 @@ def _kill_one(run: Run, node: int) -> Kill:
             ((when, record, losses[0]) for when, record in commits if record.generation >= losses[0].generation), None
         )
 
-    committed, record, incident = run.wait(f"recovery from the loss of node {node}", recovered)
+    committed, record, incident = run.wait(f"recovery from the loss of node {node}", recovered, limit_s=LIMIT_S)
     noticed = min(when for when, _ in run.records(events.Failed, since))
     return Kill(
         notice_s=max(noticed - killed, 0.0),
@@ -179,7 +153,7 @@ def _kill_one(run: Run, node: int) -> Kill:
     )
 
 
-def _is_whole(run: Run, num_nodes: int) -> float | None:
+def _is_whole(run: LiveRun, num_nodes: int) -> float | None:
     """Return the usual time of a step once all nodes work, and have compiled what later plans may need."""
     prepared = run.records(events.Prepared)
     if not prepared or len(prepared[-1][1].num_compilations) < num_nodes:
@@ -192,7 +166,7 @@ def _is_whole(run: Run, num_nodes: int) -> float | None:
     return statistics.median(steps_s[1:]) if is_ready else None
 
 
-def _plans(run: Run) -> dict[int, str]:
+def _plans(run: LiveRun) -> dict[int, str]:
     """Return the plan of each generation, apart from which nodes it is bound to."""
     return {
         record.generation: json.dumps(
@@ -205,7 +179,7 @@ def _plans(run: Run) -> dict[int, str]:
     }
 
 
-def _usual_steps(run: Run) -> dict[str, float]:
+def _usual_steps(run: LiveRun) -> dict[str, float]:
     """Return the median time of the steps of each plan, without the first of each generation."""
     plans = _plans(run)
     steps_s: dict[str, list[float]] = {}
@@ -229,11 +203,11 @@ def _cost(arguments: Arguments, folder: Path, flags: Sequence[str]) -> float:
     for number in range(arguments.rounds):
         for tolerance in ("0", "1") if number % 2 else ("1", "0"):
             run_dir = folder / f"tolerance-{tolerance}-{number}"
-            run = Run(run_dir, [*flags, "--fault-tolerance", tolerance, "--steps", str(arguments.steps)])
+            run = _start(run_dir, [*flags, "--fault-tolerance", tolerance, "--steps", str(arguments.steps)])
             try:
-                run.process.wait(timeout=LIMIT_S)
+                run.finish(limit_s=LIMIT_S)
             finally:
-                run.end()
+                run.interrupt(limit_s=END_S)
             steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
             times[tolerance] += steps_s[arguments.steps // 4 :]
             print(f"fault tolerance {tolerance}: {statistics.median(steps_s):.3f} s per step", flush=True)

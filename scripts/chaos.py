@@ -7,21 +7,23 @@ The same seed strikes the same nodes in the same way again. Written: {"incidents
 """
 
 import json
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from oobleck_jax.chaos import Chaos, ChaosError, draw_strikes, violations_of
+from models.presets import load_preset
+from oobleck_jax.chaos import Chaos, draw_strikes, violations_of
+from oobleck_jax.live_run import LiveRun, LiveRunError
+from oobleck_jax.plan_text import read_plan
 
 
 TRAIN = Path(__file__).with_name("train.py")
+PRESET = "gpt-test"
 NUM_STEPS = 1_000_000  # more than any run reaches
+LIMIT_S = 60.0  # of the run without strikes: to begin, and to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,13 @@ def main(arguments: Arguments) -> int:
         num_nodes=arguments.nodes,
         fault_tolerance=arguments.fault_tolerance,
     )
-    slow = ",".join(f"slow:{node}@0:0.15" for node in range(arguments.nodes))  # leaves the cores to those that start
+    slow = ",".join(f"slow:{node}@0:0.3" for node in range(arguments.nodes))  # leaves the cores to those that start
     run_dir = folder / "struck"
+    flags = ["--nodes", str(arguments.nodes), "--plan", arguments.plan]
+    flags += ["--fault-tolerance", str(arguments.fault_tolerance), "--inject", slow]
+    flags += ["--forgive-minutes", "0"]  # nodes fail more often than any would be kept for
     chaos = Chaos(
-        _command(folder, run_dir, arguments, "--inject", slow),
+        _command(folder, run_dir, arguments, *flags),
         run_dir,
         join_command=[
             sys.executable,
@@ -65,7 +70,7 @@ def main(arguments: Arguments) -> int:
     violations: list[str] = []
     try:
         chaos.run(strikes, lambda text: print(text, flush=True))
-    except ChaosError as error:
+    except LiveRunError as error:
         violations.append(f"after strike {chaos.struck} of seed {arguments.seed}: {error}")
     num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     print(f"{chaos.survived} of {chaos.struck} survived, {num_steps} steps; now the same without strikes", flush=True)
@@ -80,34 +85,32 @@ def main(arguments: Arguments) -> int:
 
 
 def _command(folder: Path, run_dir: Path, arguments: Arguments, *flags: str) -> list[str]:
+    command = [sys.executable, str(TRAIN), "--preset", PRESET, "--profile", "estimate", "--run-dir", str(run_dir)]
+    command += [*_programs(folder, arguments), "--steps", str(NUM_STEPS), "--eval-every", "0"]
     # The learning rate is low: the rounding differences of unequal plans grow with it, over thousands of steps.
-    command = [sys.executable, str(TRAIN), "--preset", "gpt-test", "--profile", "estimate"]
-    command += ["--run-dir", str(run_dir)]
-    command += [
-        "--compilation-cache",
-        str(arguments.programs or folder / "programs"),
-        "--steps",
-        str(NUM_STEPS),
-        "--eval-every",
-        "0",
-    ]
-    command += ["--forgive-minutes", "0"]  # nodes fail more often than any would be kept for
-    command += ["--peak-learning-rate", "1e-5", "--nodes", str(arguments.nodes), "--plan", arguments.plan]
-    return [*command, "--fault-tolerance", str(arguments.fault_tolerance), *flags]
+    return [*command, "--peak-learning-rate", "1e-5", *flags]
+
+
+def _programs(folder: Path, arguments: Arguments) -> list[str]:
+    return ["--compilation-cache", str(arguments.programs or folder / "programs")]
 
 
 def _undisturbed(folder: Path, arguments: Arguments, num_steps: int) -> list[float]:
-    """Return the losses of the same run without strikes."""
-    run_dir = folder / "undisturbed"
-    metrics = run_dir / "metrics.jsonl"
-    with subprocess.Popen(_command(folder, run_dir, arguments), stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= num_steps:
-                process.send_signal(signal.SIGINT)
-                break
-            time.sleep(0.1)
-        process.wait(timeout=60)
-    return [json.loads(line)["loss"] for line in metrics.read_text(encoding="utf-8").splitlines()[:num_steps]]
+    """Return the losses of the same run without strikes.
+
+    Its pipelines have one stage each: where the batch is split in the same way, the cuts change no bit.
+    """
+    plan = read_plan(arguments.plan, num_microbatches=load_preset(PRESET).num_microbatches)
+    whole = " | ".join(f"0-{pipeline.template.num_layers}:{pipeline.num_microbatches}" for pipeline in plan.pipelines)
+    flags = ["--nodes", str(len(plan.pipelines)), "--plan", whole]
+    run = LiveRun(folder / "undisturbed", _command(folder, folder / "undisturbed", arguments, *flags))
+    run.start()
+    try:
+        run.wait(f"step {num_steps - 1}", lambda: run.num_steps >= num_steps, limit_s=LIMIT_S + num_steps)
+        run.interrupt(limit_s=LIMIT_S)
+    finally:
+        run.kill_all()
+    return [line["loss"] for line in run.metrics[:num_steps]]
 
 
 if __name__ == "__main__":

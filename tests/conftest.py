@@ -7,6 +7,7 @@ import os
 
 import hypothesis
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 
@@ -21,3 +22,8 @@ install_import_hook("models.layers", "beartype.beartype")
 hypothesis.settings.register_profile("dev", derandomize=True, database=None, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with whole runs, which take longest, so that all processes of pytest-xdist end at about the same time."""
+    items.sort(key=lambda item: "end_to_end" not in item.path.parts)

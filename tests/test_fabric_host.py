@@ -14,7 +14,7 @@ from oobleck_jax.fabric_host import MODULE, FabricHost, end_fabric_host
 from oobleck_jax.process_id import find_process, process_id
 
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.jax_version]
 
 
 @pytest.fixture

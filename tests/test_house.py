@@ -138,8 +138,9 @@ def test_files_are_short() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("oobleck_jax.train", {"jax", "jaxlib", "flax"}),
+        ("oobleck_jax.train", {"jax", "jaxlib", "flax", "scipy"}),
         ("oobleck_jax.elastic.agent", {"jax", "jaxlib", "numpy", "rich", "tyro"}),
+        ("oobleck_jax.worker", {"scipy", "orbax", "aiohttp"}),
         ("oobleck_jax.planning.planner", {"jax", "jaxlib", "aiohttp"}),
         ("models.presets", {"jax", "jaxlib", "flax"}),
     ],

@@ -28,6 +28,7 @@ class Home:
         devices: local devices, in the order that plans number them.
         num_compilations: programs compiled (or read from the persistent cache) so far.
         compile_s: seconds spent on them.
+        spans: those made so far (span.py), by key.
     """
 
     def __init__(self, devices: Sequence[jax.Device], *, shared_cache: Path | None = None) -> None:
@@ -41,6 +42,7 @@ class Home:
         self._shared_cache = shared_cache
         self.num_compilations = 0
         self.compile_s = 0.0
+        self.spans: dict[Any, Any] = {}
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.Lock()  # of the dicts and counts; never held while anything is compiled
         self._compiling: dict[Hashable, threading.Lock] = {}

@@ -288,7 +288,7 @@ class SpanLibrary:
 
     def __init__(self, home: Home, functions: Mapping[str, LayerFunctions]) -> None:
         self._home, self._functions = home, functions
-        self._spans: dict[SpanKey, Span] = {}
+        self._spans: dict[SpanKey, Span] = home.spans
 
     def span(self, key: SpanKey, devices: StageDevices) -> Span:
         """Return the span of a key; `devices` are those that the key names."""

@@ -11,6 +11,7 @@ a pipeline, borrowing a node from another one and merging two (Oobleck, section 
 """
 
 import heapq
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,6 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import (  # pyright: ignore[reportMissingTypeStubs]
-    linear_sum_assignment,  # pyright: ignore[reportUnknownVariableType]
-)
 
 from oobleck_jax.planning.allocate import Share, best_shares
 from oobleck_jax.planning.costs import Ints
@@ -220,8 +218,20 @@ def _missing_bytes(
     return table[np.ix_([number[0][layers] for layers in needed], [number[1][layers] for layers in held])]
 
 
+def get_ready() -> None:
+    """Import what takes half a second, so that the first `reconfigure`, which is waited for, need not.
+
+    It is not imported with this module, because most processes that import this never reconfigure.
+    """
+    importlib.import_module("scipy.optimize")
+
+
 def _cheapest(table: NDArray[np.float64]) -> list[tuple[int, int]]:
     """Return the pairs (row, column), each used once, with the least sum."""
+    from scipy.optimize import (  # pyright: ignore[reportMissingTypeStubs]
+        linear_sum_assignment,  # pyright: ignore[reportUnknownVariableType]
+    )
+
     rows, columns = cast("tuple[Ints, Ints]", linear_sum_assignment(table))
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 

@@ -2,72 +2,73 @@
 
 import json
 import random
+import signal
 import time
 
 import pytest
 
 from oobleck_jax import events
-from tests.end_to_end.training_runs import LIMIT_S, Run, assert_equal_holders, assert_equal_losses, started, train
+from tests.end_to_end.training_runs import (
+    LIMIT_S,
+    STEPS,
+    assert_equal_bits,
+    assert_equal_holders,
+    assert_equal_losses,
+    await_steps,
+    finish,
+    incidents_of,
+    started,
+    story_of,
+)
 
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(2 * LIMIT_S)]
+AT_DECISION, AT_RANDOM, AT_LOSS = 12, 20, 40  # steps
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Run:
-    """A run to which nothing happens."""
-    return train(tmp_path_factory.mktemp("restart") / "undisturbed", "--nodes", "2", "--fault-tolerance", "1")
+def test_a_coordinator_may_die_at_any_moment_M2_T2_T1(undisturbed, tmp_path):
+    """Between a decision and its announcement; at a random moment; and while nodes prepare after a loss.
 
-
-def test_a_coordinator_may_die_at_any_moment_M2_T2(undisturbed, tmp_path):
-    """Once between a decision and its announcement, once at a random moment."""
-    flags = ("--nodes", "3", "--fault-tolerance", "1", "--orphan-minutes", "2", "--summary-json")
-    flags += (str(tmp_path / "summary.json"), "--inject", "coordinator@15,slow:1@16:0.1")
+    In the last case all workers meet in a fabric, whose service must not die with the coordinator. Up to that loss the
+    plan is always that of the undisturbed run, and so is every bit.
+    """
+    flags = ("--nodes", "4", "--fault-tolerance", "1", "--plan", "0-3,3-6 | 0-3,3-6", "--orphan-minutes", "2")
+    flags += ("--summary-json", str(tmp_path / "summary.json"))
+    flags += ("--inject", f"coordinator@{AT_DECISION},kill:0@{AT_LOSS},slow:1@{AT_DECISION}:0.1")
     with started(tmp_path / "run", *flags) as run:
-        run.await_steps(10)
+        await_steps(run, 5)
         workers = run.workers
-        run.finish(exit_code=-9)
-    # The decision of step 15 is in the journal; its metrics were written, too, or are made up for.
-    assert len(workers) == 3
-    assert run.workers == workers
-    with started(tmp_path / "run", *flags) as run:
-        run.await_steps(25)
-        time.sleep(random.Random(time.time_ns()).uniform(0.0, 0.5))
-        run.process.kill()
-        run.process.wait()
+        assert len(workers) == 4
+        finish(run, exit_code=-signal.SIGKILL)
+        # The decision of that step is in the journal; its metrics were written, too, or are made up for.
         assert run.workers == workers
-    with started(tmp_path / "run", *flags) as run:
-        run.await_steps(40)
-        assert run.workers == workers
-        out = run.finish()
 
+        run.start()
+        await_steps(run, AT_RANDOM)
+        time.sleep(random.Random(time.time_ns()).uniform(0.0, 0.5))
+        run.kill()
+        assert run.workers == workers
+
+        run.start()
+        run.wait("loss of node 0", lambda: run.records(events.Respawned), limit_s=LIMIT_S)
+        run.wait("plan after it", lambda: run.records(events.Planned)[-1][1].step == AT_LOSS, limit_s=LIMIT_S)
+        time.sleep(random.Random(time.time_ns()).uniform(0.0, 0.3))
+        run.kill()
+
+        run.start()
+        await_steps(run, AT_LOSS + 5)
+        survivors = {node: process for node, process in workers.items() if node != 0}
+        assert {node: process for node, process in run.workers.items() if node != 0} == survivors
+        finish(run)
+    assert_equal_bits(run, undisturbed, steps=AT_LOSS)
     assert_equal_losses(run, undisturbed)
     assert_equal_holders(run)
-    assert [json.loads(line)["step"] for line in (run.run_dir / "journal.jsonl").read_text().splitlines()] == list(
-        range(60)
-    )
-    assert next(record.step for record in run.records(events.Resumed)) == 16
-    assert [incident.kind for incident in run.records(events.Incident)] == ["coordinator", "coordinator"], out
-    assert run.records(events.Respawned) == []
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 60
+    journal = (run.run_dir / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in journal] == list(range(STEPS))
+    assert next(record.step for _, record in run.records(events.Resumed)) == AT_DECISION + 1
+    kinds = [incident.kind for incident in incidents_of(run)]
+    assert kinds[:2] == ["coordinator", "coordinator"], story_of(run)
+    assert [record.node for _, record in run.records(events.Respawned)] == [0]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == STEPS
     assert run.agents == {}
     assert run.workers == {}
-
-
-def test_a_coordinator_may_die_while_nodes_prepare_M2_T2(undisturbed, tmp_path):
-    """All workers meet in a fabric at this moment, whose service must not die with the coordinator."""
-    flags = ("--nodes", "3", "--fault-tolerance", "1", "--orphan-minutes", "2", "--inject", "kill:0@20,slow:1@21:0.1")
-    with started(tmp_path / "run", *flags) as run:
-        run.await_steps(10)
-        survivors = {node: pid for node, pid in run.workers.items() if node != 0}
-        run.wait_for(lambda: len(run.records(events.Planned)) == 2, "second plan")
-        time.sleep(random.Random(time.time_ns()).uniform(0.0, 0.3))
-        run.process.kill()
-        run.process.wait()
-    with started(tmp_path / "run", *flags) as run:
-        run.await_steps(25)
-        workers = run.workers
-        run.finish()
-    assert {node: workers[node] for node in survivors} == survivors
-    assert_equal_losses(run, undisturbed)
-    assert_equal_holders(run)

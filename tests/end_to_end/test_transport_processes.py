@@ -19,7 +19,7 @@ from tests.end_to_end.transport_processes import (
 )
 
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.jax_version]
 
 LENGTH = 100_000
 ENDINGS = {"PeerLost", "Abandoned"}

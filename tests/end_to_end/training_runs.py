@@ -1,87 +1,22 @@
 """Runs of scripts/train.py with real processes, as the tests of whole runs need them."""
 
-import json
 import os
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
-from oobleck_jax.events import Record, read_events
-from oobleck_jax.run_processes import agents_of, workers_of
+from oobleck_jax.events import Incident
+from oobleck_jax.live_run import LiveRun
 
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / ".pytest_cache" / "programs"  # of all whole runs: most of what they compile is the same
 STEPS = 60
-LIMIT_S = 150
-T = TypeVar("T", bound=Record)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that goes on, or is over."""
-
-    run_dir: Path
-    process: "subprocess.Popen[str]"
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each committed step."""
-        path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def records(self, kind: type[T]) -> list[T]:
-        """Return the events of one kind, in order."""
-        return [record for _, record in read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
-
-    @property
-    def fingerprints(self) -> dict[str, list[str]]:
-        """The checksums that the workers logged of each group's state at the end."""
-        found: dict[str, list[str]] = {}
-        for log in (self.run_dir / "logs").glob("node-*.log"):
-            pattern = rf"state of (\S+) after step {STEPS - 1}: ([0-9a-f]{{16}})"
-            for group, checksum in re.findall(pattern, log.read_text()):
-                found.setdefault(group, []).append(checksum)
-        return found
-
-    @property
-    def workers(self) -> dict[int, int]:
-        """Process ids of the workers that live, by node."""
-        return workers_of(self.run_dir)
-
-    @property
-    def agents(self) -> dict[int, int]:
-        """Process ids of the agents that live, by node."""
-        return agents_of(self.run_dir)
-
-    def await_steps(self, count: int) -> None:
-        """Wait until so many steps are committed."""
-        self.wait_for(lambda: len(self.metrics) >= count, f"{count} steps")
-
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not condition():
-            assert self.process.poll() is None, f"the run ended before there were {what}"
-            assert time.monotonic() < deadline_s, f"no {what} within {LIMIT_S} s"
-            time.sleep(0.02)
-
-    def finish(self, exit_code: int = 0) -> str:
-        """Wait for the end; return what was printed."""
-        out, _ = self.process.communicate(timeout=LIMIT_S)
-        assert self.process.returncode == exit_code, out + self._tails()
-        return out
-
-    def _tails(self) -> str:
-        logs = sorted((self.run_dir / "logs").glob("node-*.log"))
-        return "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+LIMIT_S = 240  # for any one thing that is waited for
 
 
 def environment() -> dict[str, str]:
@@ -97,40 +32,75 @@ def command_of(run_dir: Path, *flags: str) -> list[str]:
 
 
 @contextmanager
-def started(run_dir: Path, *flags: str) -> Iterator[Run]:
-    """Start a run, and end it at the latest when the block ends."""
-    with subprocess.Popen(
-        command_of(run_dir, *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-    ) as process:
-        try:
-            yield Run(run_dir=run_dir, process=process)
-        finally:
-            process.kill()
+def started(run_dir: Path, *flags: str) -> Iterator[LiveRun]:
+    """Start a run; when the block ends, nothing is left of it."""
+    run = LiveRun(run_dir, command_of(run_dir, *flags), environment=environment())
+    run.start()
+    try:
+        yield run
+    finally:
+        run.kill_all()
 
 
-def train(run_dir: Path, *flags: str) -> Run:
+def await_steps(run: LiveRun, count: int) -> None:
+    """Wait until so many steps are committed."""
+    run.wait(f"step {count - 1}", lambda: run.num_steps >= count, limit_s=LIMIT_S)
+
+
+def finish(run: LiveRun, exit_code: int = 0) -> None:
+    """Wait for the end, which must be of this kind."""
+    ended_with = run.finish(limit_s=LIMIT_S)
+    assert ended_with == exit_code, story_of(run)
+
+
+def train(run_dir: Path, *flags: str) -> LiveRun:
     """Run to the end."""
     with started(run_dir, *flags) as run:
-        run.finish()
+        finish(run)
     return run
 
 
-def assert_equal_losses(run: Run, expected: Run) -> None:
+def story_of(run: LiveRun) -> str:
+    """Return what the run printed, and the ends of the logs of its nodes: for whom a test fails."""
+    logs = sorted((run.run_dir / "logs").glob("node-*.log"))
+    tails = "".join(f"\n--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+    return run.output.read_text(errors="replace") + tails
+
+
+def fingerprints_of(run: LiveRun) -> dict[str, list[str]]:
+    """Return the checksums that the workers logged of each group's state at the end."""
+    found: dict[str, list[str]] = {}
+    for log in (run.run_dir / "logs").glob("node-*.log"):
+        pattern = rf"state of (\S+) after step {STEPS - 1}: ([0-9a-f]{{16}})"
+        for group, checksum in re.findall(pattern, log.read_text()):
+            found.setdefault(group, []).append(checksum)
+    return found
+
+
+def incidents_of(run: LiveRun) -> list[Incident]:
+    return [incident for _, incident in run.records(Incident)]
+
+
+def assert_equal_losses(run: LiveRun, expected: LiveRun) -> None:
     """Compare each step's loss and samples with those of another run (properties T2 and T4)."""
     actual, wanted = run.metrics, expected.metrics
     assert [line["step"] for line in actual] == list(range(len(wanted)))
+    happened = [(incident.step, incident.kind, incident.nodes) for incident in incidents_of(run)]
     for line, other in zip(actual, wanted, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), f"step {line['step']}"
-        assert (line["sample_first"], line["sample_end"]) == (other["sample_first"], other["sample_end"])
+        step = line["step"]
+        before = [incident for incident in happened if incident[0] <= step]
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), f"step {step}, after {before[-1:]}"
+        assert (line["sample_first"], line["sample_end"]) == (other["sample_first"], other["sample_end"]), before[-1:]
 
 
-def assert_equal_holders(run: Run) -> None:
+def assert_equal_holders(run: LiveRun) -> None:
     """Compare the states that the holders of each group have at the end (property T3)."""
-    found = run.fingerprints
+    found = fingerprints_of(run)
     assert found, "no worker logged its state"
     assert all(len(set(checksums)) == 1 for checksums in found.values()), found
+
+
+def assert_equal_bits(run: LiveRun, expected: LiveRun, *, steps: int = STEPS) -> None:
+    """Compare losses and gradient norms with those of another run, to the last bit (property T1)."""
+    actual, wanted = ([(line["loss"], line["grad_norm"]) for line in each.metrics[:steps]] for each in (run, expected))
+    assert actual == wanted

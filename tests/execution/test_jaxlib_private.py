@@ -16,6 +16,8 @@ from oobleck_jax.execution import jaxlib_private
 from oobleck_jax.execution.jaxlib_private import restore_residuals, strip_residuals
 
 
+pytestmark = pytest.mark.jax_version
+
 L, B, D = 4, 8, 16  # layers, batch, width
 
 

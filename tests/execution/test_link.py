@@ -18,6 +18,8 @@ from oobleck_jax.execution.in_process import InProcessHub
 from oobleck_jax.execution.link import Link, LinkKey, Payload, TransferLink
 
 
+pytestmark = pytest.mark.jax_version
+
 LIMIT_S = 20.0
 
 
