@@ -196,12 +196,13 @@ class Worker:
     def _run(self, first_step: int) -> None:
         assert self._begin is not None
         self._trainer.start()
-        self._applied, num_compilations_before = first_step - 1, num_compilations()
+        self._applied = first_step - 1
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
+            num_compilations_before = num_compilations()
             result = self._trainer.compute(step, fabric=self._fabric, patience=self._patience(step))
-            self._control.send(self._vote(step, result))
+            self._control.send(self._vote(step, result, num_compilations() - num_compilations_before))
             self._at_moment(Moment.VOTE, step)
             commit = self._await_commit(step)
             self._at_moment(Moment.COMMIT, step)
@@ -209,8 +210,7 @@ class Worker:
             self._applied = step
             if step == first_step:  # not before: the first step after a recovery has been waited for long enough
                 if names := compiled_since(num_compilations_before):
-                    generation = self._begin.generation
-                    what = f"{len(names)} programs were compiled in step {step} of generation {generation}"
+                    what = f"{len(names)} programs were compiled in step {step} of generation {self._begin.generation}"
                     logger.warning("%s: %s", what, ", ".join(names))
                 self._background.begin(self._prepare_for_losses(self._begin))
             if self._config.evaluates_after(step):
@@ -225,7 +225,7 @@ class Worker:
             self._control.send(CompiledAhead(node=self._node, generation=begin.generation, done=done, total=total))
             yield
 
-    def _vote(self, step: int, result: StepResult) -> Vote:
+    def _vote(self, step: int, result: StepResult, num_new_compilations: int) -> Vote:
         assert self._begin is not None
         return Vote(
             node=self._node,
@@ -239,6 +239,7 @@ class Worker:
                 for item in result.reports
             ),
             seconds=result.seconds,
+            num_new_compilations=num_new_compilations,
         )
 
     def _await_commit(self, step: int) -> Commit:

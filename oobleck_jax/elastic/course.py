@@ -290,6 +290,7 @@ class Course:
             case messages.Waiting() if message.step == current.step:
                 current.add_waiting(message, self.now_s)
             case messages.Vote() if message.step == current.step < self._terms.steps and current.has_vote(message.node):
+                self._incidents.redone(message)
                 match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
                     case Decision() as decision:
                         self._commit(current, decision)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from oobleck_jax import events
 from oobleck_jax.elastic.blame import Cause, Weight
 from oobleck_jax.elastic.limits import Limits
-from oobleck_jax.elastic.messages import Prepared
+from oobleck_jax.elastic.messages import Prepared, Vote
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -79,6 +79,11 @@ class Incidents:
             incident.num_compilations += prepared.num_new_compilations
             for phase in _PHASES:
                 incident.slowest[phase] = max(prepared.seconds.get(phase, 0.0), incident.slowest.get(phase, 0.0))
+
+    def redone(self, vote: Vote) -> None:
+        """A node has done the step again, or the first one after the change."""
+        for incident in self._open.values():
+            incident.num_compilations += vote.num_new_compilations
 
     def close(self, generation: int, step: int, now_s: float, *, first_step_s: float) -> tuple[events.Incident, ...]:
         """A step was committed, or the run is done: return the records of all changes before it."""

@@ -159,6 +159,7 @@ class Vote(Message, frozen=True, kw_only=True):
     is_finite: bool  # losses and gradients
     groups: tuple[GroupReport, ...]
     seconds: dict[str, float]  # compute, wait, sum: where the step went
+    num_new_compilations: int = 0  # that the step waited for
 
 
 class Evaluated(Message, frozen=True, kw_only=True):

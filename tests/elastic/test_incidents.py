@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from oobleck_jax import events
 from oobleck_jax.elastic import messages
@@ -54,6 +55,24 @@ def test_a_loss_is_told_with_its_cause_and_its_cost() -> None:
         num_redone_microbatches=NUM_MICROBATCHES,
         num_compilations=3,
     )
+
+
+def test_programs_that_the_step_waited_for_count_too() -> None:
+    simulation, nodes = regrouping()
+    kill(simulation, nodes[1])
+    simulation.start_fabric()
+    alive = [nodes[0], nodes[2], nodes[3]]
+    for node in alive:
+        node.work()
+        simulation.deliver(node)
+    for node in alive:
+        node.work()
+        (cast,) = node.outbox
+        assert isinstance(cast, messages.Vote)
+        node.outbox.clear()
+        simulation.say(node, structs.replace(cast, num_new_compilations=2))
+    (incident,) = simulation.records(events.Incident)
+    assert incident.num_compilations == 6
 
 
 def test_how_long_it_took_to_notice_is_told_where_it_is_known() -> None:
