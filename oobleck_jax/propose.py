@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.gpt import GptConfig
 from oobleck_jax.config import RunConfig
@@ -114,7 +114,9 @@ class Proposer:
             PlanError: see `first`.
         """
         if self.given is not None and set(self.given.nodes) <= set(nodes):
-            return Proposal(plan=self.given, reason="given by --plan")
+            working = {node for pipeline in self.given.pipelines for node in pipeline.nodes}
+            spare = tuple(node for node in nodes if node not in working)
+            return Proposal(plan=replace(self.given, spare_nodes=spare), reason="given by --plan")
         return self._replanned(nodes, holdings, old) if any(holdings.values()) else self._planned(nodes)
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:

@@ -43,6 +43,13 @@ def test_templates_are_made_once_for_all_numbers_of_nodes() -> None:
     assert make_templates.cache_info().misses == 1
 
 
+def test_nodes_that_the_users_plan_leaves_out_are_spare_P3() -> None:
+    config = replace(load_preset("gpt-laptop"), nodes=4, fault_tolerance=1)
+    proposer = make_proposer(config, plan="0-10 | 0-10", device_memory_bytes=8 * 2**30)
+    assert proposer.first().plan.spare_nodes == (2, 3)
+    assert proposer.replan(NODES[:3], {}, None).plan.spare_nodes == (2,)
+
+
 def test_nothing_is_compiled_ahead_for_a_run_that_ends_with_the_first_loss() -> None:
     proposer = proposer_of()
     assert replace(proposer, config=replace(proposer.config, fault_tolerance=0)).ahead == ()
