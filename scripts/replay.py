@@ -4,6 +4,7 @@
     python scripts/replay.py --preset gpt3-6.7b --device a40 --nodes 30 --trace spot.csv --policies ours,varuna-best
     python scripts/replay.py --preset gpt2-medium --device a40 --nodes 30 --trace poisson:mtbf=1800 --sweep f=0..4
     python scripts/replay.py --preset gpt2-medium --device a40 --nodes 30 --trace poisson:mtbf=1 --sweep mtbf=600,3600
+    python scripts/replay.py --live            # real kills and joins on this machine, against their simulation
 
 Traces are files (oobleck_jax/replay/trace.py says which) or recipes (generate.py). Costs of the model are those of
 scripts/plan.py; costs of recoveries are measured ones that come with the package, or your own.
@@ -11,6 +12,7 @@ scripts/plan.py; costs of recoveries are measured ones that come with the packag
 
 import dataclasses
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +24,7 @@ from rich.progress import track
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.launch import available_cores
 from oobleck_jax.planning.devices import device_named
 from oobleck_jax.replay.generate import generate_trace, parse_recipe
 from oobleck_jax.replay.layouts import Layouts
@@ -36,11 +39,14 @@ from oobleck_jax.replay.workload import Workload
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
+DEFAULT_TRACE = "poisson:mtbf=3600,return=1800"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """What to replay. Flags that are left out come from the preset."""
 
-    trace: str = "poisson:mtbf=3600,return=1800"  # a file, or a recipe
+    trace: str | None = None  # a file, or a recipe (default: poisson:mtbf=3600,return=1800; --live has its own)
     policies: str = "all"  # names with commas between them, or all
     sweep: str | None = None  # f=0..4, or mtbf=600,1800,3600 of a recipe: replay for each
     seed: int = 0  # of recipes, and of who leaves where a file has only numbers of nodes
@@ -65,6 +71,9 @@ class Arguments:
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device
 
+    live: bool = False  # play a trace for real, with scripts/train.py on this machine, and compare
+    live_minutes: float = 3.0  # of that trace
+
     json: Path | None = None  # write everything into this file
     plot: Path | None = None  # draw throughput and time into this file (.png, .pdf, .svg)
 
@@ -74,6 +83,8 @@ def main(arguments: Arguments) -> int:
     console = Console()
     try:
         config = config_of(arguments)
+        if arguments.live:
+            return _live(arguments, config, console)
         if arguments.sweep is not None:
             return _sweep(arguments, parse_sweep(arguments.sweep), config, console)
         contest = contest_of(arguments, config)
@@ -113,10 +124,11 @@ def contest_of(arguments: Arguments, config: RunConfig) -> Contest:
 
 def trace_of(arguments: Arguments, config: RunConfig) -> Trace:
     """Return the trace of nodes that are live."""
-    recipe = parse_recipe(arguments.trace)
+    given = arguments.trace or DEFAULT_TRACE
+    recipe = parse_recipe(given)
     duration_s = None if arguments.hours is None else 3600 * arguments.hours
     if recipe is None:
-        trace = read_trace(Path(arguments.trace), seed=arguments.seed, unit_s=arguments.trace_unit_s)
+        trace = read_trace(Path(given), seed=arguments.seed, unit_s=arguments.trace_unit_s)
         trace = trace if duration_s is None else trace.within(duration_s)
     else:
         trace = generate_trace(recipe, num_nodes=config.nodes, duration_s=duration_s, seed=arguments.seed)
@@ -143,7 +155,7 @@ def _sweep(arguments: Arguments, sweep: Sweep, config: RunConfig, console: Conso
         if sweep.name == "f":
             contests.append(contest_of(arguments, dataclasses.replace(config, fault_tolerance=int(value))))
         else:
-            changed = dataclasses.replace(arguments, trace=sweep.in_recipe(arguments.trace, value))
+            changed = dataclasses.replace(arguments, trace=sweep.in_recipe(arguments.trace or DEFAULT_TRACE, value))
             contests.append(contest_of(changed, config))
     names = [f"{value:g}" for value in sweep.values]
     console.print(sweep_table(sweep.name, names, [contest.scores for contest in contests]))
@@ -154,6 +166,59 @@ def _sweep(arguments: Arguments, sweep: Sweep, config: RunConfig, console: Conso
 
         draw_sweep(sweep.name, sweep.values, [contest.scores for contest in contests], arguments.plot)
         console.print(f"drawn: {arguments.plot}")
+    return 0
+
+
+def _live(arguments: Arguments, config: RunConfig, console: Console) -> int:
+    """Play a trace for real, simulate it, compare."""
+    from oobleck_jax.live_replay import LiveError, LiveRun, compare, short_trace
+
+    num_nodes = arguments.nodes or max(min(len(available_cores()), 4), 2)
+    tolerance = 1 if arguments.fault_tolerance is None else arguments.fault_tolerance
+    config = dataclasses.replace(config, nodes=num_nodes, fault_tolerance=tolerance)
+    if arguments.trace is None:
+        trace = short_trace(num_nodes, 60 * arguments.live_minutes)
+    else:
+        trace = trace_of(dataclasses.replace(arguments, nodes=num_nodes, node_start_s=0.0, notice_s=0.0), config)
+    flags = ["--preset", arguments.preset, "--fault-tolerance", str(tolerance)]
+    for name in ("microbatch_size", "global_batch_size", "devices_per_node", "remat"):
+        value = getattr(arguments, name)
+        flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    folder = Path(tempfile.mkdtemp(prefix="live-replay-"))
+    run = LiveRun(
+        flags,
+        train=Path(__file__).with_name("train.py"),
+        run_dir=folder / "run",
+        num_nodes=num_nodes,
+        most_nodes=trace.most_nodes,
+    )
+    try:
+        console.print(f"{num_nodes} nodes come up; files: {folder}")
+        usual_step_s = run.usual_step_s()
+        console.print(f"a step takes {usual_step_s:.3g} s; now {trace.duration_s:.0f} s of trace")
+        measured = run.play(trace, console.print)
+        recoveries_s = run.recoveries_s()
+    except LiveError as error:
+        print(f"LiveError: {error}", file=sys.stderr)
+        return 1
+    finally:
+        run.end()
+    costs, _ = read_costs(recovery=arguments.recovery, hosts_vanish=False)
+    result = compare(
+        trace,
+        workload_of(arguments, config),
+        fault_tolerance=tolerance,
+        costs=costs,
+        usual_step_s=usual_step_s,
+        measured_steps=measured,
+        recoveries_s=recoveries_s,
+    )
+    console.print(
+        f"committed {result.measured_steps} steps, simulated {result.simulated_steps:.1f}: off by {result.error:+.1%}; "
+        f"recoveries took {', '.join(f'{seconds:.2f}' for seconds in recoveries_s)} s"
+    )
+    if arguments.json is not None:
+        _write(arguments.json, {**dataclasses.asdict(result), "error": result.error})
     return 0
 
 

@@ -99,13 +99,14 @@ class CheckpointCosts:
 
 
 def read_costs(
-    *, recovery: Path | None = None, checkpoint: Path | None = None
+    *, recovery: Path | None = None, checkpoint: Path | None = None, hosts_vanish: bool = True
 ) -> tuple[RecoveryCosts, CheckpointCosts]:
     """Return the costs that were measured.
 
     Args:
         recovery: a result of bench_recovery.py (default: the one in the package).
         checkpoint: a result of bench_checkpoint.py (likewise).
+        hosts_vanish: a lost node says nothing; else, only its processes end, and its host tells at once.
 
     Raises:
         ConfigError: a file cannot be read, or is no such result.
@@ -117,7 +118,7 @@ def read_costs(
     rest_s = killed.recovery_s["median"] - killed.notice_s["median"] - sum(phases_s.values())
     return (
         RecoveryCosts(
-            detect_s=max(defaults.heartbeat_s, killed.notice_s["median"]),
+            detect_s=max(defaults.heartbeat_s if hosts_vanish else 0.0, killed.notice_s["median"]),
             plan_s_per_node=phases_s["plan"] / killed.nodes,
             fabric_s_per_node=phases_s["fabric"] / killed.nodes,
             rest_s=max(rest_s, 0.0) + phases_s["compile"],
