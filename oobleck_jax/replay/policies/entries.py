@@ -92,7 +92,8 @@ def _recycle(on: Conditions) -> Sequence[Policy]:
 
 def _best_recycle(on: Conditions) -> Sequence[Policy]:
     restart_s = published_checkpointing(on.layouts.workload.num_parameters).restart_s
-    return [Recycle(layouts=on.layouts, grid=grid, restart_s=restart_s, moves_cost=False) for grid in on.layouts.grids]
+    widest = {grid.depth: grid for grid in on.layouts.grids}  # fewer pipelines of the same depth are never faster
+    return [Recycle(layouts=on.layouts, grid=grid, restart_s=restart_s, moves_cost=False) for grid in widest.values()]
 
 
 def _restart(on: Conditions) -> Sequence[Policy]:
@@ -103,11 +104,12 @@ def _restart(on: Conditions) -> Sequence[Policy]:
 
 def _best_restart(on: Conditions) -> Sequence[Policy]:
     choices = best_checkpointings(on.layouts.workload.num_parameters, on.checkpoints.steps_per_save)
-    smallest = min(grid.depth for grid in on.layouts.grids)
+    grids = [on.layouts.grid_for(num_nodes) for num_nodes in range(1, on.layouts.max_nodes + 1)]
+    sizes = sorted({grid.num_nodes for grid in grids if grid is not None})
     return [
         Restart(layouts=on.layouts, checkpointing=checkpointing, num_nodes=num_nodes)
         for checkpointing in choices
-        for num_nodes in range(smallest, on.layouts.max_nodes + 1)
+        for num_nodes in sizes
     ]
 
 
