@@ -85,7 +85,7 @@ def _best_bamboo(on: Conditions) -> Sequence[Policy]:
 
 
 def _recycle(on: Conditions) -> Sequence[Policy]:
-    grid = on.layouts.grid_for(on.num_nodes)
+    grid = on.layouts.grid_for(on.layouts.max_nodes)
     restart_s = published_checkpointing(on.layouts.workload.num_parameters).restart_s
     return () if grid is None else (Recycle(layouts=on.layouts, grid=grid, restart_s=restart_s),)
 
