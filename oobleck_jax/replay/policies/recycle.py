@@ -4,9 +4,8 @@ Pipelines keep their depth. A loss costs no work and no pause, as published, exc
 ones are spread over the stages ("failure normalization"), for which they get the state of their new stage over the
 link. What the others have more to do goes into bubbles as far as those reach (`Grid.rerouted_step_s`). A node that
 joins fills a gap. If all nodes of a stage are lost at once, everything begins anew from a checkpoint, at the cost of a
-restart as of Varuna; checkpoints are free. Published: the fastest grid for the
-most nodes that there will be. At its best:
-the grid that turns out to be the best for this very trace, and moves that cost nothing.
+restart as of Varuna; checkpoints are free. Published: the fastest grid for the most nodes that there will be. At its
+best: the grid that turns out to be the best for this very trace, and moves that cost nothing.
 
 The assumptions come from the abstract and from what later papers say of it; its own simulator was not at hand.
 """
