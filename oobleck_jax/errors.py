@@ -6,6 +6,7 @@ OobleckError
     PlanError                 no plan exists, or a given plan is invalid
       NotEnoughNodes          fewer nodes than the smallest template needs
   RunFailed                   a run ended early; names the node and the cause
+  ActionRefused               what a person asked of a run cannot be done
   UnsupportedJax              this jax or jaxlib lacks something that is needed
   Abandoned                   a wait ended because its generation or run is over (internal)
   PeerLost                    a wait ended because a node that it depended on is gone (internal)
@@ -58,6 +59,10 @@ class RunFailed(OobleckError):
     def __init__(self, message: str, *, node: int | None = None) -> None:
         super().__init__(message)
         self.node = node
+
+
+class ActionRefused(OobleckError):
+    """What a person asked of a run cannot be done, and why."""
 
 
 class Abandoned(OobleckError):

@@ -317,6 +317,16 @@ def _with_time(record: Record, now: float) -> bytes:
     return msgspec.json.encode({"time": round(now, 3), **msgspec.to_builtins(record)}) + b"\n"
 
 
+def read_run(run_dir: Path) -> list[tuple[float, Record]]:
+    """Return (seconds since 1970, record) of everything that a run directory tells, in order of time.
+
+    Raises:
+        msgspec.ValidationError: a line is not a record.
+    """
+    told = [*read_events(run_dir / "events.jsonl"), *read_events(run_dir / "journal.jsonl")]
+    return sorted(told, key=lambda item: item[0])
+
+
 def read_events(path: Path) -> Iterator[tuple[float, Record]]:
     """Yield (seconds since 1970, record) for each line of an events or journal file that is complete.
 

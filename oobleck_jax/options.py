@@ -37,6 +37,8 @@ class RunOptions:
     compilation_cache: Path | None = None  # folder of compiled programs (default: ~/.cache/oobleck_jax/HOST)
     inject: str = ""  # let something fail on purpose: "kill:2@10:backward,join@20,coordinator@30" (inject.py lists all)
     forgive_minutes: float = 3.0  # a worker that ran so long makes up for the failures of its node; 5 exclude a node
+    tensorboard: bool = False  # write scalars for TensorBoard into RUN_DIR/tensorboard
+    trace: bool = False  # write what every node did when into RUN_DIR/trace, for scripts/timeline.py
     patience: float = 1.0  # multiplies every time limit: raise it on machines that are slow or shared
 
 

@@ -43,6 +43,13 @@ class Proposer:
         is_decided = self.given is not None or self.config.nodes * self.config.devices_per_node == 1
         return self.config.fault_tolerance > 0 or not is_decided
 
+    @property
+    def smallest_num_nodes(self) -> int:
+        """The fewest nodes for which there is a plan."""
+        if self.given is not None and not self.config.fault_tolerance:
+            return len(self.given.nodes)
+        return self._templates.smallest or self.config.nodes
+
     def check(self) -> None:
         """Refuse what cannot be planned, whatever layers cost.
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,10 +28,9 @@ def read_history(run_dir: Path) -> History:
     Raises:
         FileNotFoundError: it is none.
     """
-    told = list(events.read_events(run_dir / "events.jsonl"))
-    decided = list(events.read_events(run_dir / "journal.jsonl"))
-    start_s = min((time_s for time_s, _ in told), default=0.0)
-    since = [(time_s - start_s, record) for time_s, record in [*told, *decided]]
+    told = events.read_run(run_dir)
+    start_s = told[0][0] if told else 0.0
+    since = [(time_s - start_s, record) for time_s, record in told]
     return History(
         committed=tuple((time_s, record) for time_s, record in since if isinstance(record, events.Committed)),
         incidents=tuple((time_s, record) for time_s, record in since if isinstance(record, events.Incident)),
@@ -42,12 +42,12 @@ def read_history(run_dir: Path) -> History:
     )
 
 
-def plot_history(history: History, path: Path, *, tokens_per_step: int, title: str) -> None:
-    """Draw a run into a file; the ending of its name says which format.
+def plot_history(history: History, target: "Path | TextIO", *, tokens_per_step: int, title: str) -> None:
+    """Draw a run into a file; the ending of its name says which format, SVG where it has none.
 
     Args:
         history: what happened.
-        path: of the picture.
+        target: file of the picture, or where its SVG goes.
         tokens_per_step: of the global batch.
         title: above it.
     """
@@ -77,7 +77,7 @@ def plot_history(history: History, path: Path, *, tokens_per_step: int, title: s
     for axes in (loss, speed, nodes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(target, dpi=150, format=None if isinstance(target, Path) else "svg")
 
 
 def _label(axes: Axes, time_s: float, incident: events.Incident) -> None:

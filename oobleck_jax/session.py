@@ -19,6 +19,7 @@ import msgspec
 
 from models.presets import config_to_json
 from oobleck_jax import events
+from oobleck_jax.dashboard.wiring import actions_on, address_text, make_dashboard
 from oobleck_jax.elastic.coordinator import Coordinator, Services
 from oobleck_jax.elastic.effects import Finish
 from oobleck_jax.elastic.membership import Membership
@@ -38,6 +39,7 @@ from oobleck_jax.progress import failure_text, format_duration, make_display, pl
 from oobleck_jax.propose import layer_names
 from oobleck_jax.setting import Setting
 from oobleck_jax.summary import Summary
+from oobleck_jax.tensorboard import Scalars
 
 
 SIGNALS: Mapping[signal.Signals, tuple[str, int]] = {
@@ -82,6 +84,8 @@ class Session:
         self._contact = setting.contact
         self._foresight = Foresight(setting.proposer.replan)
         self._new_plan: Plan | None = None  # for whose losses it has not been planned yet
+        self._dashboard = make_dashboard(setting)
+        self._scalars = self._make_scalars() if setting.tensorboard else None
         self._joined: set[NodeId] = set()
         self._first_step_s: float | None = None
         self._is_interrupted = False
@@ -107,6 +111,8 @@ class Session:
             self._end_fabric_host_before()
             self._display.close()
             self._files.close()
+            if self._scalars is not None:
+                self._scalars.close()
         self._conclude(end)
         return end.exit_code
 
@@ -114,6 +120,9 @@ class Session:
         """Take a record: into the files first, then into the summary and onto the screen."""
         self._files.write(record)
         self._summary.take(record)
+        self._dashboard.take(record)
+        if self._scalars is not None:
+            self._scalars.take(record)
         match record:
             case events.Joined():
                 self._joined.add(record.node)
@@ -142,6 +151,15 @@ class Session:
         plan, self._new_plan = self._new_plan, None
         if plan is not None and self._on_loss is OnLoss.REGROUP:
             asyncio.get_running_loop().run_in_executor(None, self._foresight.foresee, plan)
+
+    def _make_scalars(self) -> Scalars:
+        config, past = self._setting.config, self._setting.past
+        return Scalars(
+            self._setting.run_dir.path / "tensorboard",
+            tokens_per_step=config.tokens_per_step,
+            learning_rate=partial(learning_rate, config),
+            first_step=0 if past is None else len(past.committed),
+        )
 
     def _inject(self, step: int) -> None:
         """Do what is to happen on purpose once a step is committed, before anybody is told."""
@@ -174,7 +192,7 @@ class Session:
                 self._summary.take(record)
         self._display.note(
             f"{self._setting.preset}: goes on after {len(past.committed)} of {self._setting.config.steps} steps; "
-            f"results in {self._setting.run_dir.path}"
+            f"results in {self._setting.run_dir.path}\n{address_text(self._setting)}"
         )
         self._display.show(self._started())
 
@@ -199,8 +217,9 @@ class Session:
         if self._on_loss is OnLoss.REGROUP:
             loop.run_in_executor(None, get_ready)  # while the nodes come up
         watch = loop.create_task(self._watch_agents(coordinator, strangers))
+        serve = partial(self._dashboard.serve, actions=actions_on(coordinator))
         try:
-            return await coordinator.run(listener, tls=tls)
+            return await coordinator.run(listener, tls=tls, serve=serve)
         finally:
             watch.cancel()
             self._fabric_host.end()
@@ -313,6 +332,7 @@ class Session:
         self._display.note(
             f"{self._setting.preset}: {config.steps} steps of {config.tokens_per_step:,} tokens, "
             f"{config.num_microbatches} microbatches; results in {self._setting.run_dir.path}\n"
+            f"{address_text(self._setting)}\n"
             f"plan: {proposal.reason}\n{table}"
         )
 

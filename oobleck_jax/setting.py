@@ -32,6 +32,7 @@ class Setting:
         limits: how long each wait may last.
         patience: factor of all time limits; `limits` have it.
         orphan_s: how long nodes wait for the successor of this process.
+        tensorboard: write scalars for it.
         began_s: when the program began, by `time.monotonic`.
         past: the run that is to go on, if a coordinator before this one has begun it.
     """
@@ -53,4 +54,5 @@ class Setting:
     orphan_s: float
     summary_path: Path | None
     began_s: float
+    tensorboard: bool = False
     past: PastRun | None = None

@@ -45,6 +45,7 @@ from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_dev
 from oobleck_jax.run_dir import Contact, RunDir, read_contact
 from oobleck_jax.session import SIGNALS, Session, config_digest, software_versions
 from oobleck_jax.setting import Setting
+from oobleck_jax.tensorboard import check_tensorboard
 
 
 # Where nodes share cores, a worker that starts (2 s and more of compute) would double the time of the step that the
@@ -86,6 +87,8 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         raise ConfigError(f"--patience is {line.run.patience}; it must be positive")
     if line.run.forgive_minutes < 0:
         raise ConfigError(f"--forgive-minutes is {line.run.forgive_minutes}; it must not be negative")
+    if line.run.tensorboard:
+        check_tensorboard()
     token = read_token(line.cluster)
     nodes = _Nodes(line=line, token=token, worker_command=worker_command)
     if line.run.orphan_minutes < 0:
@@ -174,6 +177,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 orphan_s=nodes.orphan_s,
                 summary_path=line.run.summary_json,
                 began_s=began_s,
+                tensorboard=line.run.tensorboard,
                 past=past,
             )
             return Session(setting).run(listener, tls)
@@ -243,6 +247,7 @@ class _Nodes:
             tls_authority=self.tls_authority,
             worker_command=self.worker_command,
             log_dir=None if log_dir is None else str(log_dir),
+            trace_dir=self._trace_dir(log_dir),
             compilation_cache=str(run.compilation_cache or cache_folder()),
             connect_s=60.0 * run.patience,
             silence_s=20.0 * run.patience,
@@ -250,6 +255,15 @@ class _Nodes:
             leave_s=25.0 * run.patience,
             worker_stop_s=1.5 * run.patience,
         )
+
+    def _trace_dir(self, log_dir: Path | None) -> str | None:
+        """Return where a node's worker writes its trace: beside its logs, or in the run directory of this process."""
+        if not self.line.run.trace:
+            return None
+        run_dir = self.line.run.run_dir if log_dir is None else log_dir.parent
+        if run_dir is None:
+            raise ConfigError("--trace needs --run-dir on every host: the trace of its node goes there")
+        return str(run_dir.resolve() / "trace")
 
 
 def _profile(line: CommandLine, config: RunConfig, place: Place) -> Profile:

@@ -52,6 +52,7 @@ from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.meeting import Meeting
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.recorder import make_recorder
 from oobleck_jax.inject import AtMoment, Moment, WorkerInjector
 from oobleck_jax.planning.plan import NodeId
 
@@ -117,7 +118,7 @@ class Worker:
             except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
                 generation = self._begin.generation if self._begin else 0
-                self._control.send(failure(self._node, generation, error, blames=_as_node(error.node)))
+                self._control.send(failure(self._node, generation, error, blames=error.node))
 
     def log_fingerprints(self) -> None:
         """Write a checksum of each group's state into the log, by which replicas can be compared (property T3)."""
@@ -277,14 +278,14 @@ class Worker:
         return Patience(abandoned=self._control.abandoned, limit_s=WAIT_LIMIT_S, on_waiting=tell)
 
 
-def failure(node: NodeId, generation: int, error: BaseException, blames: NodeId | None = None) -> Failed:
+def failure(node: NodeId, generation: int, error: BaseException, blames: int | None = None) -> Failed:
     """Return the message that tells of an error of this worker; `blames` is the node that it waited for."""
     return Failed(
         node=node,
         generation=generation,
         error=f"{type(error).__name__}: {error}".splitlines()[0],
         traceback="".join(traceback.format_exception(error)),
-        blames=blames,
+        blames=None if blames is None else NodeId(blames),
     )
 
 
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address of this host under which other nodes reach it")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this node's worker was started before")
     parser.add_argument("--compilation-cache", type=Path, help="folder of compiled programs that all nodes share")
+    parser.add_argument("--trace", type=Path, help="folder into which this process writes what it did when")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     _keep_gloo_quiet()
@@ -333,6 +335,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
         home=Home(devices, shared_cache=arguments.compilation_cache),
         link=link,
         at_moment=injector,
+        recorder=make_recorder(arguments.trace, welcome.node, arguments.incarnation),
     )
     # A node that comes later finds most programs in the cache, and the others need not wait for any of them then.
     for done, total in trainer.compile_ahead(welcome.ahead, rank=0, num_ranks=1) if welcome.ahead else ():
@@ -382,10 +385,6 @@ def _keep_gloo_quiet() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-
-
-def _as_node(number: int | None) -> NodeId | None:
-    return None if number is None else NodeId(number)
 
 
 def _exit(code: int) -> None:

@@ -253,7 +253,8 @@ def test_a_run_writes_its_files_and_leaves_nothing_behind(launch: Launch) -> Non
     out, err = run.communicate(timeout=60)
 
     assert (run.returncode, err) == (0, "")
-    table = [line.split() for line in out.splitlines()[2:6]]
+    assert out.splitlines()[1].startswith("page: http://127.0.0.1:")
+    table = [line.split() for line in out.splitlines()[3:7]]
     assert table[0] == ["pipeline", "node", "layers", "microbatches", "cores"]
     assert table[1][:6] == ["0", "0", "embedding,", "block", "0-1", "6"]
     assert table[2][:4] == ["1", "block", "2-3,", "head"]

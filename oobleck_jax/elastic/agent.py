@@ -50,6 +50,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_command: tuple[str, ...] = WORKER_COMMAND
     log_dir: str | None = None  # where node-K.log goes; None: the output of this process
     compilation_cache: str | None = None  # folder of compiled programs that all nodes of this host share
+    trace_dir: str | None = None  # where workers write what they did when; None: nowhere
     connect_s: float = 60.0  # keep trying to reach the coordinator
     heartbeat_s: float = 0.5  # between two signs of life
     silence_s: float = 20.0  # a coordinator that answers no ping for so long is gone
@@ -246,6 +247,8 @@ class _Agent:
         command = [*options.worker_command, "--host", self._host, "--incarnation", str(incarnation)]
         if options.compilation_cache:
             command += ["--compilation-cache", options.compilation_cache]
+        if options.trace_dir:
+            command += ["--trace", options.trace_dir]
         welcome = msgspec.structs.replace(welcome, ahead=self._ahead)
         return await WorkerProcess.start(command, welcome, num_devices=options.num_devices, log_path=log_path)
 

@@ -22,6 +22,7 @@ from aiohttp import WSMsgType, web
 from oobleck_jax import events
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import (
+    Asked,
     Close,
     ConnectionId,
     Disconnected,
@@ -39,7 +40,7 @@ from oobleck_jax.elastic.effects import (
 )
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.worker_process import MAX_MESSAGE_BYTES
-from oobleck_jax.errors import ConfigError
+from oobleck_jax.errors import ActionRefused, ConfigError
 
 
 logger = logging.getLogger(__name__)
@@ -120,14 +121,26 @@ class Coordinator:
         self._lost_s = 0.0  # time while this process stood still
         self._fabrics: dict[int, FabricService] = {}  # by generation
 
-    async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> Finish:
+    async def run(
+        self,
+        listener: socket.socket,
+        *,
+        tls: ssl.SSLContext | None = None,
+        serve: Callable[[web.Application], None] = lambda app: None,
+    ) -> Finish:
         """Serve nodes until the run is over; return how it ended.
+
+        Args:
+            listener: where; bound already.
+            tls: what to serve TLS with.
+            serve: adds what else is served there.
 
         Raises:
             Exception: whatever `Services.record` raised; the nodes are left without a coordinator then, and end.
         """
         app = web.Application()
         app.router.add_get("/control", self._control)
+        serve(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -146,6 +159,16 @@ class Coordinator:
     def interrupt(self, reason: str, exit_code: int) -> None:
         """End the run early, in good order."""
         self._feed(Interrupted(reason=reason, exit_code=exit_code))
+
+    def ask(self, asked: Asked) -> None:
+        """Let a person have something done to a node.
+
+        Raises:
+            ActionRefused: it cannot be done.
+        """
+        if why := self._membership.why_not(asked):
+            raise ActionRefused(why)
+        self._feed(asked)
 
     # ------------------------------------------------------------------------------------------------ the machine
 

@@ -5,6 +5,7 @@ order matters: a commit decision is recorded before it is sent.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NewType, TypeAlias
 
 from oobleck_jax import events
@@ -58,12 +59,27 @@ class Interrupted:
     exit_code: int
 
 
+class Wish(StrEnum):
+    """What a person may want to happen to a node."""
+
+    DRAIN = "drain"  # it leaves, as on SIGTERM
+    KILL = "kill"  # its worker is killed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A person wants something to happen to a node, and `Membership.why_not` had nothing against it."""
+
+    node: NodeId
+    wish: Wish
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
     """Nothing happened but that time went by."""
 
 
-Input: TypeAlias = Received | Disconnected | FabricStarted | FabricFailed | Interrupted | Tick
+Input: TypeAlias = Received | Disconnected | FabricStarted | FabricFailed | Interrupted | Asked | Tick
 
 
 # ------------------------------------------------------------------------------------------------------ effects

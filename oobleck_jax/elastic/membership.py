@@ -43,6 +43,8 @@ their connection a moment ago may bring it back (-> GATHERING).
     the coordinator died        in its successor    agents join again with their workers: a decision that did not reach
                                                     one is sent again, then Abandon; they regroup
     a connection was replaced   at any time         as when the agent is lost, and as in a successor
+    a person drains a node      at any time         as when the node is to leave
+    a person kills a worker     at any time         as when the worker is lost; `Respawn` has the agent kill it
 
 A worker that is replaced holds nothing; what its old incarnation has left to say has no consequence. A node that leaves
 prepares with the others while they may need the layers it holds, outside of the plan, and gets its Stop when they run.
@@ -72,6 +74,7 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.blame import Cause, Evidence, Weight, cause_of_exit, cause_of_failure
 from oobleck_jax.elastic.course import Course
 from oobleck_jax.elastic.effects import (
+    Asked,
     ConnectionId,
     Disconnected,
     Effect,
@@ -81,6 +84,7 @@ from oobleck_jax.elastic.effects import (
     Interrupted,
     Received,
     Tick,
+    Wish,
 )
 from oobleck_jax.elastic.generation import Generation
 from oobleck_jax.elastic.incidents import Incidents
@@ -91,6 +95,7 @@ from oobleck_jax.elastic.prospects import Prospects
 from oobleck_jax.elastic.resumption import Resumption, recall
 from oobleck_jax.elastic.roster import Roster
 from oobleck_jax.elastic.terms import OnLoss, Terms
+from oobleck_jax.elastic.wishes import why_not
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -157,12 +162,26 @@ class Membership:
                 self._course.fabric(given)
             case Interrupted():
                 self._course.stop(given.reason, exit_code=given.exit_code, node=None)
+            case Asked():
+                self._asked(given)
             case Tick():
                 pass
         # What has come in is looked at first: a vote that is in beats a deadline that has passed.
         while due := [(when_s, act) for when_s, act in self._deadlines() if when_s <= now_s]:
             min(due, key=lambda item: item[0])[1]()
         return self._out.take()
+
+    def why_not(self, asked: Asked) -> str | None:
+        """Return why a wish cannot be granted, or None when it can."""
+        return why_not(asked, self._roster, on_loss=self._terms.on_loss, is_over=self._course.is_over)
+
+    def _asked(self, asked: Asked) -> None:
+        node = self._roster.get(asked.node)
+        if node is None or self.why_not(asked):
+            return self._out.ignore(f"{asked.wish} of node {asked.node}: {self.why_not(asked)}")
+        if asked.wish is Wish.DRAIN:
+            return self._leave(node, "a person asked for it")
+        return self._blame(self._cause(node.node, f"the worker of node {node.node} is killed: a person asked for it"))
 
     def _receive(self, connection: ConnectionId, message: messages.ToCoordinator) -> None:
         if isinstance(message, messages.Join):

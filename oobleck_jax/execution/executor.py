@@ -7,7 +7,7 @@ Shapes: B microbatch, T sequence.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -21,9 +21,19 @@ from oobleck_jax.execution.layout import NodeLayout
 from oobleck_jax.execution.link import Payload
 from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.recorder import Activity, Recorder
 from oobleck_jax.execution.stage_runtime import StageRuntime
 from oobleck_jax.inject import AtMoment, Moment
 from oobleck_jax.planning.schedule import Action, Phase
+
+
+_ACTIVITIES: Mapping[str, Activity] = {  # by the last word of a program's name
+    "forward": Activity.FORWARD,
+    "loss": Activity.LOSS,
+    "backward": Activity.BACKWARD,
+    "infer": Activity.FORWARD,
+    "infer_loss": Activity.FORWARD,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +58,14 @@ class Executor:
         hops_before: Mapping[int, Hop],
         hops_after: Mapping[int, Hop],
         at_moment: AtMoment,
+        recorder: Recorder,
     ) -> None:
         self._config, self._dataset, self._layout, self._stages = config, dataset, layout, stages
         self._before, self._after = hops_before, hops_after
         self._at_moment = at_moment
-        self._pace = Pace()
+        self._recorder = recorder
+        self._pace = Pace(self._record_program if recorder.is_on else None)
+        self._step = 0
         self._received_s = 0.0
 
     def train(self, step: int, patience: Patience) -> Losses:
@@ -61,7 +74,7 @@ class Executor:
         Raises:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
         """
-        self._received_s = 0.0
+        self._step, self._received_s = step, 0.0
         self._pace.begin(patience.abandoned)
         indices = self._dataset.sample_indices(step)
         scale = 1.0 / self._config.tokens_per_step
@@ -74,6 +87,7 @@ class Executor:
             if position + 1 < len(actions):
                 self._ask(step, actions[position + 1])
             stage = self._stages[action.stage]
+            self._pace.item = self._item(action)
             samples_B = indices[self._rows(action.microbatch)]
             self._at_moment(Moment.BACKWARD if action.phase is Phase.BACKWARD else Moment.FORWARD, step)
             if action.phase is Phase.BACKWARD:
@@ -98,7 +112,7 @@ class Executor:
         Raises:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
         """
-        self._received_s = 0.0
+        self._step, self._received_s = step, 0.0
         self._pace.begin(patience.abandoned)
         losses: list[jax.Array] = []
         num_microbatches = len(self._layout.microbatches)
@@ -107,6 +121,7 @@ class Executor:
             for microbatch in range(num_microbatches):
                 tokens_BT = self._dataset.eval_tokens(indices[self._rows(microbatch)])
                 number = batch * self._config.num_microbatches + self._layout.microbatches[microbatch]
+                self._pace.item = number
                 for index, stage in self._stages.items():
                     if index in self._before:
                         self._before[index].ask(Payload.EVALUATION, step, number)
@@ -152,9 +167,17 @@ class Executor:
 
     def _wait(self, hop: Hop, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         began_s = time.monotonic()
+        if self._recorder.is_on:
+            self._pace.watch(until=lambda: hop.is_here(payload, step, item))
         array = hop.receive(payload, step, item, patience)
-        self._received_s += time.monotonic() - began_s
+        received_s = time.monotonic()
+        self._received_s += received_s - began_s
+        self._recorder.add(Activity.RECEIVE, began_s, received_s, step, item)
         return array
+
+    def _record_program(self, program: Hashable, item: int, began_s: float, ended_s: float) -> None:
+        assert isinstance(program, tuple)
+        self._recorder.add(_ACTIVITIES[program[-1]], began_s, ended_s, self._step, item)
 
     def _send_back(self, step: int, action: Action, dx: jax.Array | None) -> None:
         if action.stage in self._before:

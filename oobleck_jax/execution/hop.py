@@ -31,6 +31,10 @@ class Hop(Protocol):
         """Begin to fetch what the neighbour sends, if that has not begun yet."""
         ...
 
+    def is_here(self, payload: Payload, step: int, item: int) -> bool:
+        """Whether `receive` would not wait."""
+        ...
+
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         """Return what the neighbour sent, after `ask`.
 
@@ -75,6 +79,9 @@ class LinkHop:
         except PeerLost as lost:
             raise PeerLost(str(lost), what=lost.what, node=self._neighbour.node) from lost
 
+    def is_here(self, payload: Payload, step: int, item: int) -> bool:
+        return self._pulls[payload, step, item].is_ready()
+
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         pull = self._pulls[payload, step, item]
         shards = patience.wait(pull.wait, (self._neighbour.node,))
@@ -93,6 +100,9 @@ class LocalHop:
 
     def ask(self, payload: Payload, step: int, item: int) -> None:
         pass
+
+    def is_here(self, payload: Payload, step: int, item: int) -> bool:
+        return True
 
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         array = self._mailbox.pop((payload, step, item))

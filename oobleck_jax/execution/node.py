@@ -30,6 +30,7 @@ from oobleck_jax.execution.layout import LocalStage, NodeLayout, buckets_of, gro
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
 from oobleck_jax.execution.patience import Patience
+from oobleck_jax.execution.recorder import Activity, NoRecorder, Recorder, Stopwatch
 from oobleck_jax.execution.span import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
@@ -103,9 +104,12 @@ class NodeTrainer:
         home: Home,
         link: Link,
         at_moment: AtMoment = lambda moment, step: None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.home = home
         self._at_moment = at_moment
+        self._recorder = recorder or NoRecorder()
+        self._watch = Stopwatch(self._recorder)
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
         by_kind = {layer.kind: layer for layer in model.layers}
         self._functions = {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
@@ -139,6 +143,7 @@ class NodeTrainer:
             Abandoned, PeerLost, Stalled, StateDamaged: a state does not come.
         """
         began_s, num_compilations_before = time.monotonic(), num_compilations()
+        self._watch.start()
         self._generation = generation
         if not generation.holdings.get(generation.node):
             self._held = {}
@@ -158,9 +163,11 @@ class NodeTrainer:
         if missing:
             progress("compile", len(missing), len(missing))
         compiled_s = time.monotonic()
+        self._watch.lap(Activity.COMPILE, generation.step)
         received = transfer.receive({name: self._builder.state_shapes(name) for name in transfer.incoming}, patience)
         self._load(received)
         copied_s = time.monotonic()
+        self._watch.lap(Activity.COPY, generation.step)
         if generation.number > 1 and (names := compiled_since(num_compilations_before)):
             logger.warning("generation %d waited for the compilation of %s", generation.number, ", ".join(names))
         before, after = hops_of(self._stages, generation.number, generation.node, generation.link_addresses, self._link)
@@ -172,6 +179,7 @@ class NodeTrainer:
             hops_before=before,
             hops_after=after,
             at_moment=self._at_moment,
+            recorder=self._recorder,
         )
         return Preparation(
             num_compilations=num_compilations() - num_compilations_before,
@@ -207,6 +215,7 @@ class NodeTrainer:
 
     def start(self) -> None:
         """Everybody is prepared: what the node held only for others is dropped."""
+        self._watch.lap(Activity.FABRIC, self._generation.step)
         self._held = self._stages
         self._link.settle()
 
@@ -287,6 +296,7 @@ class NodeTrainer:
             for name, row in stage.gradients().items():
                 gradients[name] = gradients[name] + row if name in gradients else row
         computed_s = time.monotonic()
+        self._watch.start()
         self._at_moment(Moment.SUM, step)
         self._sums = sum_gradients(
             gradients,
@@ -297,10 +307,13 @@ class NodeTrainer:
             patience=patience,
         )
         summed_s = time.monotonic()
+        self._watch.lap(Activity.SUM, step)
+        reports = tuple(report(name, total) for name, total in sorted(self._sums.items()))
+        self._watch.lap(Activity.CHECK, step)
         return StepResult(
             loss_sum=losses.loss_sum,
             num_tokens=losses.num_tokens,
-            reports=tuple(report(name, total) for name, total in sorted(self._sums.items())),
+            reports=reports,
             seconds={
                 "compute": computed_s - began_s - losses.received_s,
                 "receive": losses.received_s,
@@ -310,12 +323,15 @@ class NodeTrainer:
 
     def commit(self, step: int, global_norm: float) -> None:
         """Update parameters and optimizer state with the sums of the step just computed."""
+        self._watch.lap(Activity.VOTE, step)
         factor = clip_factor(self._config.optimizer, global_norm)
         rate = learning_rate(self._config, step)
         for stage in self._stages.values():
             stage.update(self._sums, factor, rate)
         self._sums = {}
         self._link.settle()
+        self._watch.lap(Activity.UPDATE, step)
+        self._recorder.flush()
 
     def evaluate(self, step: int, patience: Patience) -> Losses:
         """Return the loss of the evaluation batches, as far as the node's last stages computed it.
@@ -324,7 +340,10 @@ class NodeTrainer:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
         """
         assert self._executor is not None, "prepare comes first"
-        return self._executor.evaluate(step, patience)
+        self._watch.start()
+        losses = self._executor.evaluate(step, patience)
+        self._watch.lap(Activity.EVALUATE, step)
+        return losses
 
     # -- what tests and diagnosis look at
 

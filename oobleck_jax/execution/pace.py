@@ -21,9 +21,13 @@ _QUEUED_S = 0.02  # work that may wait for a device; far more than it takes to s
 _SHORTEST_SLEEP_S = 200e-6
 _LONGEST_SLEEP_S = 2e-3
 
+OnEnded = Callable[[Hashable, int, float, float], None]
+"""Told what ran, on which item, from when to when (`time.monotonic`)."""
+
 
 class _Running(NamedTuple):
     program: Hashable
+    item: int
     result: jax.Array
     started_s: float
     expected_s: float
@@ -35,9 +39,20 @@ class _Running(NamedTuple):
 
 
 class Pace:
-    """Starts the programs of a node one after the other, none before those started earlier are about to end."""
+    """Starts the programs of a node one after the other, none before those started earlier are about to end.
 
-    def __init__(self) -> None:
+    Attributes:
+        item: what the next programs work on, for whoever is told when they end.
+    """
+
+    def __init__(self, on_ended: OnEnded | None = None) -> None:
+        """Begin with nothing.
+
+        Args:
+            on_ended: told of each program when it has been seen to end.
+        """
+        self.item = -1
+        self._on_ended = on_ended
         self._took_s: dict[Hashable, float] = {}  # the last time of each program
         self._running: deque[_Running] = deque()
         self._ended_s = 0.0  # when the last one that was waited for ended
@@ -62,8 +77,22 @@ class Pace:
             self._await_first()
         results = call(*arguments)
         expected_s = self._took_s.get(program, _QUEUED_S)
-        self._running.append(_Running(program, jax.tree.leaves(results)[0], time.monotonic(), expected_s))
+        self._running.append(_Running(program, self.item, jax.tree.leaves(results)[0], time.monotonic(), expected_s))
         return results
+
+    def watch(self, until: Callable[[], bool]) -> None:
+        """See programs end while something else is waited for, so that `on_ended` learns when; returns after both.
+
+        Raises:
+            Abandoned: the step is over.
+        """
+        while self._running and not until():
+            if self._running[0].has_ended:
+                self._await_first()
+            elif self._abandoned.is_set():
+                raise Abandoned("the step is no longer needed")
+            else:
+                time.sleep(_SHORTEST_SLEEP_S)
 
     def finish(self) -> None:
         """Wait until all has been computed.
@@ -86,5 +115,7 @@ class Pace:
             time.sleep(min(max(0.1 * (time.monotonic() - began_s), _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
         self._running.popleft()
         now_s = time.monotonic()
-        self._took_s[first.program] = now_s - max(first.started_s, self._ended_s)
-        self._ended_s = now_s
+        began_s, self._ended_s = max(first.started_s, self._ended_s), now_s
+        self._took_s[first.program] = now_s - began_s
+        if self._on_ended is not None:
+            self._on_ended(first.program, first.item, began_s, now_s)

@@ -95,6 +95,13 @@ def device_named(name: str) -> Device:
     return device
 
 
+def device_of_kind(kind: str) -> Device | None:
+    """Return the device that JAX calls by this name, such as "NVIDIA H100 80GB HBM3"; None: it is not in the table."""
+    words = kind.lower()
+    fitting = [device for device in DEVICES.values() if all(part in words for part in device.name.split("-"))]
+    return max(fitting, key=lambda device: len(device.name), default=None)
+
+
 def rates_of(device: Device, *, precision: str, network_bytes_per_s: float, network_latency_s: float) -> DeviceRates:
     """Return the rates that a device reaches, with a network of this peak rate in each direction between nodes."""
     network = Rate(bytes_per_s=network_bytes_per_s * BANDWIDTH_FRACTION, latency_s=network_latency_s)

@@ -2,11 +2,15 @@
 
 import os
 import signal
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from oobleck_jax import events
+from oobleck_jax.execution.recorder import Activity
 from oobleck_jax.inject import parse_injections
+from oobleck_jax.timeline import PROGRAMS, read_timeline
 from tests.end_to_end.training_runs import (
     LIMIT_S,
     assert_equal_holders,
@@ -37,7 +41,7 @@ def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_
     kills = parse_injections(",".join(f"kill:{kill}" for kill in KILLS[fault_tolerance].split()))
     run = train(
         tmp_path / "run",
-        *("--nodes", str(len(kills) + 1), "--plan", PLANS[fault_tolerance]),
+        *("--nodes", str(len(kills) + 1), "--plan", PLANS[fault_tolerance], "--trace"),
         *("--fault-tolerance", str(fault_tolerance), "--inject", ",".join(map(str, kills))),
     )
     assert_equal_losses(run, undisturbed)
@@ -48,6 +52,20 @@ def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_
         incident = lost[kill.node]
         assert "SIGKILL" in incident.cause
         assert incident.step - kill.step in (0, 1), f"{kill} became {incident}"
+    assert_traced(run.run_dir, num_nodes=len(kills) + 1)
+
+
+def assert_traced(run_dir: Path, *, num_nodes: int) -> None:
+    """Whoever lived to the end of a step has told what it did in it."""
+    timeline = read_timeline(run_dir)
+    assert timeline.nodes == tuple(range(num_nodes))
+    assert timeline.incidents
+    assert {record.activity for trace in timeline.traces for record in trace.records} == set(Activity)
+    for trace in timeline.traces:
+        programs = [record for record in trace.records if record.activity in PROGRAMS]
+        programs.sort(key=lambda record: record.began_ns)
+        for one, next_one in pairwise(programs):
+            assert one.ended_ns <= next_one.began_ns, (one, next_one)  # a node computes one thing after the other
 
 
 def test_nodes_that_leave_come_hang_and_are_killed_from_outside_change_nothing_T2_T3_T4(undisturbed, tmp_path):

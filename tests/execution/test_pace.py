@@ -62,3 +62,31 @@ def test_donated_results_count_as_over() -> None:
         x = pace.run("add", add, x)
     pace.finish()
     assert float(x[0]) == 4
+
+
+def test_programs_are_seen_to_end_while_something_else_is_waited_for() -> None:
+    ended: list[tuple[str, int, float, float]] = []
+    pace = Pace(on_ended=lambda program, item, began_s, ended_s: ended.append((str(program), item, began_s, ended_s)))
+    pace.begin(threading.Event())
+    began_s = time.monotonic()
+    for item in (3, 4):
+        pace.item = item
+        pace.run("program", Result, 0.01)
+    is_here = threading.Event()
+    pace.watch(until=is_here.is_set)  # ends with the programs
+    assert [(program, item) for program, item, _, _ in ended] == [("program", 3), ("program", 4)]
+    assert began_s <= ended[0][2] < ended[0][3] <= ended[1][2] <= ended[1][3]  # one after the other
+    pace.item = 5
+    pace.run("program", Result, 1e6)
+    is_here.set()
+    pace.watch(until=is_here.is_set)  # ends with what is waited for
+    assert len(ended) == 2
+
+
+def test_watching_ends_with_the_step() -> None:
+    pace, abandoned = Pace(), threading.Event()
+    pace.begin(abandoned)
+    pace.run("endless", Result, 1e6)
+    abandoned.set()
+    with pytest.raises(Abandoned):
+        pace.watch(until=lambda: False)

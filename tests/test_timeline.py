@@ -1,0 +1,141 @@
+"""Traces of workers: what they hold, what Perfetto and people are shown of them."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from oobleck_jax import events
+from oobleck_jax.errors import ConfigError
+from oobleck_jax.execution.recorder import Activity, FileRecorder, NoRecorder, Stopwatch, make_recorder
+from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
+from scripts.timeline import Arguments, main
+from tests.test_progress import incident
+
+
+def wait_for_lines(path, count):
+    """The file is written by another thread."""
+    for _ in range(500):
+        if len(events.complete_lines(path)) >= count:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{path} has {path.read_bytes()!r}")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of two nodes and two steps, with an incident in the second."""
+    now_s = time.monotonic()
+    for node in range(2):
+        recorder = make_recorder(tmp_path / "trace", NodeId(node), 0)
+        for step in range(2):
+            began_s = now_s - 1.6 + step + 0.1 * node
+            recorder.add(Activity.RECEIVE, began_s, began_s + 0.1, step, 3)
+            recorder.add(Activity.FORWARD, began_s + 0.1, began_s + 0.3, step, 3)
+            recorder.add(Activity.VOTE, began_s + 0.3, began_s + 0.4, step)
+            recorder.flush()
+        wait_for_lines(tmp_path / "trace" / f"node-{node}-0.jsonl", 3)
+    files = events.RunFiles(tmp_path)
+    files.write(incident(step=1))
+    files.close()
+    return tmp_path
+
+
+def test_what_is_recorded_can_be_read_again(run_dir):
+    timeline = read_timeline(run_dir)
+    assert timeline.nodes == (0, 1)
+    first = timeline.traces[0].records[0]
+    assert (first.activity, first.step, first.microbatch) == (Activity.RECEIVE, 0, 3)
+    assert first.ended_ns - first.began_ns == pytest.approx(1e8, abs=10)
+    # Both have the same clock: what began a tenth of a second later on the other node is shown so.
+    assert timeline.traces[1].records[0].began_ns - first.began_ns == pytest.approx(1e8, abs=1e6)
+
+
+def test_steps_can_be_chosen(run_dir):
+    timeline = read_timeline(run_dir, steps=range(1, 2))
+    assert {record.step for trace in timeline.traces for record in trace.records} == {1}
+    assert len(timeline.incidents) == 1
+    assert read_timeline(run_dir, steps=range(1)).incidents == ()  # it was later
+    with pytest.raises(ConfigError, match="has nothing of steps"):
+        read_timeline(run_dir, steps=range(7, 9))
+
+
+def test_the_trace_has_the_form_that_perfetto_reads(run_dir, tmp_path):
+    """The fields that Chrome's description of the format demands of complete ("X") and metadata ("M") events."""
+    write_chrome(read_timeline(run_dir), tmp_path / "trace.json")
+    told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in told if event["ph"] == "X"]
+    assert len(spans) == 2 * 2 * 3 + 1
+    for event in told:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+    nodes = [event for event in spans if event["cat"] != "incident"]
+    assert all(event["dur"] >= 0 for event in spans)
+    assert min(event["ts"] for event in nodes) == 0
+    assert {event["args"]["microbatch"] for event in nodes if event["name"] == "forward"} == {3}
+    names = {event["pid"]: event["args"]["name"] for event in told if event["name"] == "process_name"}
+    assert names == {0: "incidents", 1: "node 0", 2: "node 1"}
+    lanes = {event["name"]: event["tid"] for event in nodes}
+    assert lanes == {"receive": 1, "forward": 0, "vote": 1}
+
+
+def test_the_picture_names_activities_and_incidents(run_dir, tmp_path):
+    plot_timeline(read_timeline(run_dir), tmp_path / "steps.svg", title="a run")
+    drawn = (tmp_path / "steps.svg").read_text()
+    for text in ("a run", "node 0", "node 1", "forward", "receive", "vote", " loss node 1"):
+        assert f"<!-- {text}" in drawn
+
+
+def test_the_script_writes_by_the_ending_of_the_name(run_dir, tmp_path, capsys):
+    assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.json", steps="0:1")) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.png")) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert main(Arguments(run_dir=run_dir, output=tmp_path / "b.png", steps="5:2")) == 2
+    assert "--steps 5:2 is not FIRST:END" in capsys.readouterr().err
+    assert main(Arguments(run_dir=tmp_path / "trace", output=tmp_path / "b.png")) == 2
+    assert "start the run with --trace" in capsys.readouterr().err
+
+
+def test_half_a_line_of_a_worker_that_was_killed_does_no_harm(run_dir):
+    path = run_dir / "trace" / "node-0-0.jsonl"
+    path.write_bytes(path.read_bytes() + b'[["forward",1')
+    assert len(read_timeline(run_dir).traces[0].records) == 6
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_timeline(run_dir)
+
+
+def test_laps_follow_one_another_without_a_gap():
+    class Notes(NoRecorder):
+        def __init__(self):
+            self.told = []
+
+        def add(self, activity, began_s, ended_s, step, microbatch=-1):
+            self.told.append((activity, began_s, ended_s, step))
+
+    notes = Notes()
+    watch = Stopwatch(notes)
+    watch.lap(Activity.SUM, 4)
+    watch.lap(Activity.VOTE, 4)
+    (_, _, summed_s, _), (activity, began_s, _, step) = notes.told
+    assert (activity, step) == (Activity.VOTE, 4)
+    assert began_s == summed_s
+
+
+def test_a_disk_that_refuses_ends_the_trace_and_nothing_else(tmp_path, caplog):
+    recorder = FileRecorder(tmp_path, node=NodeId(0), incarnation=0)
+    recorder._file.close()
+    recorder._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    recorder.add(Activity.SUM, 0.0, 1.0, 0)
+    recorder.flush()
+    recorder._writer.join(timeout=10)
+    assert not recorder._writer.is_alive()
+    assert "the trace /dev/full ends here: [Errno 28]" in caplog.text
+    recorder.add(Activity.SUM, 0.0, 1.0, 0)
+    recorder.flush()  # and goes on
+    recorder._file.close()
