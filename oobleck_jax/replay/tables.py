@@ -39,12 +39,12 @@ def scores_table(contest: Contest) -> Table:
 
 def settings_table(contest: Contest) -> Table:
     """Return the setting of each policy, or why it cannot run."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 0))
-    for name in ("policy", "survived", "setting", "source"):
-        table.add_column(name, no_wrap=name != "source", justify="right" if name == "survived" else "left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    table.add_column("losses survived", justify="right", no_wrap=True)
+    table.add_column("setting")
     for name, score in _in_order(contest):
-        survived = "-" if score.note else f"{score.losses_survived} losses"
-        table.add_row(name, survived, score.note or score.variant, score.source)
+        table.add_row(name, "-" if score.note else str(score.losses_survived), score.note or score.variant)
     return table
 
 

@@ -39,7 +39,7 @@ class Oobleck:
 
     @property
     def variant(self) -> str:
-        return f"pauses of {self.loss_s:g} s (loss) and {self.join_s:g} s (join)"
+        return f"pauses of {self.loss_s:.3g} s (loss) and {self.join_s:.3g} s (join)"
 
     def run(self, nodes: tuple[NodeId, ...]) -> Course:
         while True:
