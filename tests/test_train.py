@@ -3,6 +3,7 @@
 Workers are invented (tests/elastic/fake_worker.py), so nothing here compiles.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -231,7 +232,8 @@ class Launch:
 
     def close(self) -> None:
         for process in self.alive():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                process.kill()
         for process in self.processes:
             process.communicate()
 
