@@ -1,7 +1,7 @@
 """What a worker did when, for `--trace`: one file for each worker, written beside the training.
 
-A record is a tuple in a list; at the end of a step the list goes to a thread that writes it. So a record costs about a
-microsecond, and what a worker did in the step in which it is killed is lost.
+A record is a tuple in a list; at the end of a step the list goes to a thread that writes it. So a record costs a few
+microseconds, and what a worker did in the step in which it is killed is lost.
 
     {"node": 2, "incarnation": 0, "clock_ns": ...}                      added to a time it gives nanoseconds since 1970
     [["forward", began_ns, ended_ns, step, microbatch], ...]            a line for each step
