@@ -15,7 +15,7 @@ import numpy as np
 
 from models.presets import config_from_json
 from oobleck_jax import events
-from oobleck_jax.checkpoint.store import CheckpointStore
+from oobleck_jax.checkpoint.store import FOLDER, CheckpointStore
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import BUILTIN, TokenDataset, shuffled
 from oobleck_jax.errors import ConfigError, DataError
@@ -111,11 +111,12 @@ def _read_journal(path: Path) -> _Ledger:
         last_time = time_s
         where, expected = f"{path.name}, line {number}", first_step + len(generations)
         match record:
-            case events.Restored() if number == 1:
+            case events.Restored() if not newest:  # nothing was done before
                 first_step = record.step
-            case events.Restored() if first_step <= record.step <= expected:
-                num_undone += expected - record.step
-                del generations[record.step - first_step :]
+            case events.Restored() if record.step <= expected:
+                num_undone += expected - max(record.step, first_step)
+                del generations[max(record.step - first_step, 0) :]
+                first_step = min(record.step, first_step)
             case events.Restored():
                 violation = f"{where}: goes on with step {record.step}, but the run has {first_step} to {expected - 1}"
             case events.Committed() if record.step < expected:
@@ -215,7 +216,7 @@ def _check_samples(ledger: _Ledger, config: RunConfig, num_per_pass: int) -> Non
 
 def _num_train_samples(run_dir: Path, config: RunConfig) -> int:
     """Return how many samples a pass has: what checkpoints say, or else the data."""
-    saved = {item.manifest.num_train_samples for item in CheckpointStore(run_dir / "checkpoints").find().checkpoints}
+    saved = {item.manifest.num_train_samples for item in CheckpointStore(run_dir / FOLDER).find().checkpoints}
     if len(saved) > 1:
         raise Violation(f"checkpoints disagree on the number of training samples: {sorted(saved)}")
     if saved:

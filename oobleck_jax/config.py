@@ -44,6 +44,7 @@ class RunConfig:
     global_batch_size: int = 32  # sequences per step, over all pipelines
     microbatch_size: int = 4  # sequences per microbatch
     sequence_length: int = 128  # tokens per sequence
+    init_from: str | None = None  # begin with the parameters of this Hugging Face folder (GPT-2), not with random ones
     seed: int = 0  # decides initial parameters, order of samples and dropout
 
     data: str = "builtin"  # token file (.bin, see scripts/prepare_data.py), or "builtin": the prose of Python, as bytes

@@ -4,10 +4,11 @@ A record says what happened and why; `RunFiles` adds when. Whoever wants to know
 the log.
 
     events.jsonl    membership, plans, evaluations, failures: a few lines, in order
-    metrics.jsonl   one object for each committed step
+    metrics.jsonl   one object for each committed step; of steps that were done again (Restored), the last one counts
     journal.jsonl   the commit decisions, each written before any node hears of it
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -115,6 +116,31 @@ class Restored(_Base, frozen=True, kw_only=True):
     reason: str
 
 
+class Checkpointed(_Base, frozen=True, kw_only=True):
+    """A checkpoint is complete: from here on it counts."""
+
+    generation: int
+    step: int  # the last one that it contains
+    folder: str
+    num_bytes: int  # of all states
+    seconds: dict[str, float]  # copy: steps waited for it; write (both of the slowest node); total
+    removed: tuple[str, ...] = ()  # folders of older ones
+
+
+class NotCheckpointed(_Base, frozen=True, kw_only=True):
+    """A checkpoint that was due does not come about; training goes on."""
+
+    generation: int
+    step: int
+    reason: str
+
+
+class Damaged(_Base, frozen=True, kw_only=True):
+    """A checkpoint cannot be used; the next older one is tried."""
+
+    what: str
+
+
 class Evaluated(_Base, frozen=True, kw_only=True):
     """The mean loss over the evaluation batches after a committed step; None: not finite."""
 
@@ -185,10 +211,11 @@ class Incident(_Base, frozen=True, kw_only=True):
     generation: int  # that ended the incident
     num_generations: int  # that it took: more than one if nodes were lost while it recovered
     step: int  # done again, or the first one after the change
-    seconds: dict[str, float]  # plan, compile, copy, fabric (of the slowest node), first_step, total
+    seconds: dict[str, float]  # plan, compile, copy, restore, fabric (of the slowest node), first_step, total
     received_bytes: int  # layer states, over all nodes
     num_redone_microbatches: int  # at most: those of the abandoned step that were in progress
     num_compilations: int  # programs that were not ready, over all nodes
+    num_redone_steps: int = 0  # committed before, and done again from a checkpoint on
 
 
 class Left(_Base, frozen=True, kw_only=True):
@@ -220,6 +247,9 @@ Record: TypeAlias = (
     | Prepared
     | Committed
     | Restored
+    | Checkpointed
+    | NotCheckpointed
+    | Damaged
     | Evaluated
     | Failed
     | Abandoned
@@ -251,7 +281,7 @@ class RunFiles:
     """Writes what happens into the run directory, line by line, each complete as soon as the call returns.
 
     Attributes:
-        num_metrics: steps whose metrics there were when the files were opened; the journal may be ahead by one.
+        num_metrics: decisions whose metrics there were when the files were opened; the journal may be ahead by one.
     """
 
     def __init__(
@@ -261,7 +291,7 @@ class RunFiles:
 
         Args:
             run_dir: where they are.
-            goes_on_after: append to what is there, which counts so many committed steps; None: begin anew.
+            goes_on_after: append to what is there, which has so many decisions; None: begin anew.
             clock: seconds since 1970.
         """
         self.num_metrics = 0
@@ -288,6 +318,11 @@ class RunFiles:
                 file = self._events
         # One write of the whole line: a reader, or a coordinator that dies, never leaves half of one behind.
         file.write(_with_time(record, self._clock()))
+
+    def sync(self) -> None:
+        """Force decisions and metrics to disk: a checkpoint must not know more than they do after a loss of power."""
+        for file in (self._journal, self._metrics):
+            os.fsync(file.fileno())
 
     def write_metrics(self, metrics: StepMetrics) -> None:
         self._metrics.write(msgspec.json.encode(metrics) + b"\n")

@@ -1,5 +1,6 @@
 """Which cores of this machine its nodes run on."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -79,3 +80,12 @@ def _spread(pipeline: Pipeline, cores: Sequence[int]) -> dict[NodeId, tuple[int,
         node: tuple(cores[index * num_cores // num_nodes : (index + 1) * num_cores // num_nodes])
         for index, node in enumerate(pipeline.nodes)
     }
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Let every thread of this process run on these cores only; empty: leave them where they are."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
+            os.sched_setaffinity(int(thread), cores)

@@ -92,9 +92,10 @@ class LiveRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each committed step."""
+        """The metrics of each committed step; of one that was done again, the last."""
         path = self.run_dir / "metrics.jsonl"
-        return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return list({line["step"]: line for line in lines}.values())
 
     @property
     def workers(self) -> dict[int, int]:

@@ -32,8 +32,14 @@ class RunOptions:
     device_memory_gib: float | None = (
         None  # memory of a device, to plan with (default: shares of this machine's memory)
     )
+    checkpoint_every: str | None = None  # steps (20) or minutes (5m) between checkpoints; 0: none (default: at the end)
+    checkpoint_dir: Path | None = (
+        None  # where they are: all nodes must see it (default: checkpoints/ in the run's folder)
+    )
+    keep: int = 3  # checkpoints to keep
     max_nodes: int | None = None  # the most nodes there can be, with those that join later (default: --nodes)
     orphan_minutes: float = 1.0  # nodes keep their state so long when the coordinator dies, and wait for the next one
+    wait_minutes: float = 30.0  # a run that has too few nodes waits so long for others
     compilation_cache: Path | None = None  # folder of compiled programs (default: ~/.cache/oobleck_jax/HOST)
     inject: str = ""  # let something fail on purpose: "kill:2@10:backward,join@20,coordinator@30" (inject.py lists all)
     forgive_minutes: float = 3.0  # a worker that ran so long makes up for the failures of its node; 5 exclude a node

@@ -1,4 +1,4 @@
-"""What the files of a run tell a coordinator that is to go on with it, because the one before it has died.
+"""What the files of a run tell a coordinator that is to go on with it.
 
 The journal decides: a step counts if its line in journal.jsonl is complete, for no node hears of a commit before.
 """
@@ -14,33 +14,54 @@ import msgspec
 from oobleck_jax import events
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.journal import Journal, read_journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastRun:
-    """A run that has begun and is not finished.
+    """A run that has begun.
 
     Attributes:
         records: what happened, in order, without what concerns only the coordinator that died.
-        committed: the steps that count, from 0 on.
+        journal: which steps count.
+        finished: how it ended; None: it did not, because its coordinator died.
+        differences: what is another than it was, each as `name 1 (now 2)`; then no worker can have lived on.
     """
 
     records: tuple[events.Record, ...]
-    committed: tuple[events.Committed, ...]
+    journal: Journal
+    finished: events.Finished | None = None
+    differences: tuple[str, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its workers may live, and can go on."""
+        return self.finished is None and not self.differences
 
     @property
     def resumption(self) -> Resumption:
         """What the membership machine needs to go on."""
         plans = [record for record in self.records if isinstance(record, events.Planned)]
         evaluated = [record.step for record in self.records if isinstance(record, events.Evaluated)]
-        last = self.committed[-1] if self.committed else None
+        journal, step = self.journal, self.journal.next_step
+        last = journal.committed[-1][1] if journal.committed else None
+        since = 0 if journal.restored is None else journal.restored.generation
         return Resumption(
             generation=plans[-1].generation if plans else 0,
             plan=plans[-1].plan if plans else None,
-            committed=last,
-            nodes=tuple(sorted(plans[-1].plan.nodes)) if plans else (),
-            evaluated=last is None or last.step in evaluated,
+            step=step,
+            committed=last if last is not None and last.generation >= since else None,
+            nodes=tuple(sorted(plans[-1].plan.nodes)) if plans and self.is_open else (),
+            evaluated=not step or step - 1 in evaluated,
+            restored_generation=since,
         )
+
+    def why_not(self, run_dir: Path) -> str:
+        """Say why it cannot go on without a checkpoint, if it is not open."""
+        choose = f"choose another --run-dir than {run_dir}"
+        if self.finished is not None:
+            return f"its run is finished after {self.finished.steps} steps ({self.finished.reason}); {choose}"
+        return f"its run has other settings: {', '.join(self.differences)}; use the same ones, or {choose}"
 
 
 def read_past(run_dir: Path, *, config_json: str, versions: Mapping[str, str]) -> PastRun | None:
@@ -52,28 +73,29 @@ def read_past(run_dir: Path, *, config_json: str, versions: Mapping[str, str]) -
         versions: of the software that is to run it.
 
     Raises:
-        ConfigError: the run is finished, was another one, or its files are damaged.
+        ConfigError: its files are damaged.
     """
-    told, decided = _read(run_dir / "events.jsonl"), _read(run_dir / "journal.jsonl")
+    told = _read(run_dir / "events.jsonl")
     if not told:
         return None
+    try:
+        journal = read_journal(run_dir / "journal.jsonl")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another --run-dir") from error
     records = [record for _, record in told]
-    choose = f"choose another --run-dir than {run_dir}"
-    for record in records:
-        if isinstance(record, events.Finished):
-            raise ConfigError(f"its run is finished after {record.steps} steps ({record.reason}); {choose}")
     differences = _differences(_read_config(run_dir / "config.json"), json.loads(config_json))
-    for record in records:
-        if isinstance(record, events.Started):
-            differences += _differences(record.versions, dict(versions))
-    if differences:
-        raise ConfigError(f"its run has other settings: {', '.join(differences)}; use the same ones, or {choose}")
-    committed = tuple(record for _, record in decided if isinstance(record, events.Committed))
-    for step, record in enumerate(committed):
-        if record.step != step:
-            raise ConfigError(f"{run_dir}/journal.jsonl is damaged: line {step + 1} is step {record.step}")
-    in_order = sorted([*told, *decided], key=lambda item: item[0])
-    return PastRun(records=tuple(record for _, record in in_order), committed=committed)
+    started = [record for record in records if isinstance(record, events.Started)]
+    if started:
+        differences += _differences(started[-1].versions, dict(versions))
+    ends = [item for item in records if isinstance(item, events.Started | events.Resumed | events.Finished)]
+    last = ends[-1] if ends else None
+    in_order = sorted([*told, *journal.decided], key=lambda item: item[0])
+    return PastRun(
+        records=tuple(record for _, record in in_order),
+        journal=journal,
+        finished=last if isinstance(last, events.Finished) else None,
+        differences=tuple(differences),
+    )
 
 
 def _read(path: Path) -> list[tuple[float, events.Record]]:

@@ -81,6 +81,18 @@ class Story:
             case events.Committed():
                 self.step, self.loss = record.step + 1, record.loss
                 self._recent_steps_s.append(record.step_time_s)
+            case events.Restored():
+                self.step = record.step
+                return f"goes on with step {record.step}, from {record.checkpoint} ({record.reason})"
+            case events.Checkpointed():
+                return (
+                    f"checkpoint of step {record.step}: {record.num_bytes / 1e6:.1f} MB in "
+                    f"{record.seconds.get('total', 0.0):.1f} s"
+                )
+            case events.NotCheckpointed():
+                return f"WARNING: no checkpoint of step {record.step}: {record.reason}; training goes on"
+            case events.Damaged():
+                return f"WARNING: {record.what}"
             case events.Evaluated():
                 loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
                 return f"after step {record.step}: evaluation loss {loss} over {record.num_tokens:,} tokens"
@@ -231,6 +243,8 @@ def incident_text(incident: events.Incident) -> str:
     ]
     if incident.num_generations > 1:
         costs.append(f"{incident.num_generations} attempts")
+    if incident.num_redone_steps:
+        costs.append(f"{incident.num_redone_steps} steps redone")
     if incident.collateral:
         costs.append(f"nodes {list(incident.collateral)} were lost as a consequence")
     total_s = incident.seconds.get("total", 0.0)

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from oobleck_jax import events
+from oobleck_jax.journal import read_journal
 
 
 _COLOURS = {"loss": "tab:red", "leave": "tab:orange", "join": "tab:green", "coordinator": "tab:purple"}
@@ -17,7 +18,7 @@ _COLOURS = {"loss": "tab:red", "leave": "tab:orange", "join": "tab:green", "coor
 class History:
     """What the files of a run tell, with times in seconds since its first record."""
 
-    committed: tuple[tuple[float, events.Committed], ...]
+    committed: tuple[tuple[float, events.Committed], ...]  # those that count
     incidents: tuple[tuple[float, events.Incident], ...]  # at the first commit after each
     working: tuple[tuple[float, int], ...]  # from when on how many nodes work
 
@@ -30,9 +31,10 @@ def read_history(run_dir: Path) -> History:
     """
     told = events.read_run(run_dir)
     start_s = told[0][0] if told else 0.0
+    committed = read_journal(run_dir / "journal.jsonl").committed
     since = [(time_s - start_s, record) for time_s, record in told]
     return History(
-        committed=tuple((time_s, record) for time_s, record in since if isinstance(record, events.Committed)),
+        committed=tuple((time_s - start_s, record) for time_s, record in committed),
         incidents=tuple((time_s, record) for time_s, record in since if isinstance(record, events.Incident)),
         working=tuple(
             (time_s, len({node for pipeline in record.plan.pipelines for node in pipeline.nodes}))

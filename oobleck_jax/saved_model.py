@@ -9,12 +9,9 @@ import msgspec
 
 from models.presets import config_from_json
 from oobleck_jax.checkpoint.reader import read_params
-from oobleck_jax.checkpoint.store import Checkpoint, CheckpointStore
+from oobleck_jax.checkpoint.store import FOLDER, Checkpoint, CheckpointStore
 from oobleck_jax.config import RunConfig
 from oobleck_jax.errors import CheckpointDamaged, ConfigError
-
-
-CHECKPOINTS = "checkpoints"  # in the run directory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +37,7 @@ def load_model(run_dir: Path, *, step: int | None, on_damage: Callable[[Checkpoi
     Raises:
         ConfigError: there is none.
     """
-    root = run_dir / CHECKPOINTS
+    root = run_dir / FOLDER
     found = CheckpointStore(root).find()
     for damaged in found.damaged:
         on_damage(damaged)

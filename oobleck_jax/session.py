@@ -80,7 +80,9 @@ class Session:
         self._summary = Summary(tokens_per_step=config.tokens_per_step)
         self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
         past = setting.past
-        self._files = events.RunFiles(setting.run_dir.path, goes_on_after=None if past is None else len(past.committed))
+        self._files = events.RunFiles(
+            setting.run_dir.path, goes_on_after=None if past is None else len(past.journal.decided)
+        )
         self._contact = setting.contact
         self._foresight = Foresight(setting.proposer.replan)
         self._new_plan: Plan | None = None  # for whose losses it has not been planned yet
@@ -96,7 +98,7 @@ class Session:
         setting.run_dir.write_contact(setting.contact)
         if setting.past is None:
             self._show_plan()
-            (setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")
+            self._write_config()
             for node in setting.agents:
                 setting.run_dir.log_path(node).write_bytes(b"")
             self.record(self._started())
@@ -158,7 +160,7 @@ class Session:
             self._setting.run_dir.path / "tensorboard",
             tokens_per_step=config.tokens_per_step,
             learning_rate=partial(learning_rate, config),
-            first_step=0 if past is None else len(past.committed),
+            first_step=0 if past is None else past.journal.next_step,
         )
 
     def _inject(self, step: int) -> None:
@@ -185,16 +187,24 @@ class Session:
 
     def _go_on(self, past: PastRun) -> None:
         """Take up what has happened before; its failures are dealt with."""
-        for committed in past.committed[self._files.num_metrics :]:
+        for _, committed in past.journal.decided[self._files.num_metrics :]:
             self._files.write_metrics(self._metrics(committed))
         for record in past.records:
             if not isinstance(record, events.Failed):
                 self._summary.take(record)
         self._display.note(
-            f"{self._setting.preset}: goes on after {len(past.committed)} of {self._setting.config.steps} steps; "
+            f"{self._setting.preset}: goes on after {past.journal.next_step} of {self._setting.config.steps} steps; "
             f"results in {self._setting.run_dir.path}\n{address_text(self._setting)}"
         )
-        self._display.show(self._started())
+        if past.is_open:
+            return self._display.show(self._started())
+        if past.differences:
+            self._display.note(f"it goes on with other settings: {', '.join(past.differences)}")
+            self._write_config()
+        return self.record(self._started())
+
+    def _write_config(self) -> None:
+        (self._setting.run_dir.path / "config.json").write_text(self._config_json + "\n", encoding="utf-8")
 
     async def _coordinate(self, listener: socket.socket, tls: ssl.SSLContext | None) -> Finish:
         loop = asyncio.get_running_loop()
@@ -203,8 +213,13 @@ class Session:
             fabric_host=self._setting.fabric_host,
             listen_host=self._setting.listen_host,
             record=self.record,
+            commit_checkpoint=partial(self._setting.checkpoints.commit, before=self._files.sync),
+            clean_checkpoints=self._setting.checkpoints.clean,
+            find_checkpoint=self._setting.checkpoints.find,
         )
         self._agents.adopt(self._setting.contact.agents)
+        if self._setting.is_restore_due:  # what its workers have is of no use
+            self._agents.end(patience_s=0.0)
         membership = Membership(self._terms(), loop.time(), resumed=self._resumption())
         coordinator = Coordinator(membership, services, token=self._setting.contact.token)
         # Before there is anything to leave behind.
@@ -231,6 +246,8 @@ class Session:
             self._end_fabric_host_before()
             os._exit(exit_code)
         self._is_interrupted = True
+        if self._setting.checkpoint_terms.at_end:
+            self._display.note(f"{reason}: ends with this step and its checkpoint; once more: at once")
         coordinator.interrupt(reason, exit_code)
 
     def _end_fabric_host_before(self) -> None:
@@ -259,9 +276,15 @@ class Session:
 
     def _resumption(self) -> Resumption | None:
         """Return where the run stands, if it goes on; whose agent is known to have ended need not be waited for."""
-        if self._setting.past is None:
+        setting = self._setting
+        resumption = None if setting.past is None else setting.past.resumption
+        if setting.is_restore_due:
+            resumption = resumption or Resumption()
+            # Folders of checkpoints have the generation in their names.
+            last_generation = max(resumption.generation, setting.checkpoints.store.last_generation())
+            return replace(resumption, generation=last_generation, is_restore_due=True)
+        if resumption is None:
             return None
-        resumption = self._setting.past.resumption
         gone = self._setting.contact.agents.keys() - self._agents.alive
         return replace(resumption, nodes=tuple(node for node in resumption.nodes if node not in gone))
 
@@ -289,6 +312,7 @@ class Session:
             num_nodes=config.nodes,
             max_nodes=setting.max_nodes,
             num_devices=config.devices_per_node,
+            num_layers=config.model.num_layers,
             steps=config.steps,
             tokens_per_step=config.tokens_per_step,
             evaluates_after=config.evaluates_after,
@@ -299,6 +323,7 @@ class Session:
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
             on_loss=self._on_loss,
             limits=setting.limits,
+            checkpoints=setting.checkpoint_terms,
         )
 
     def _faults_of(self, node: NodeId) -> tuple[str, ...]:
@@ -348,9 +373,12 @@ class Session:
             reason = "" if is_told else f": {end.reason}"
             return _complain(f"stopped after {steps}{reason}; see {self._setting.run_dir.path}")
         eval_loss = f"evaluation loss {summary['eval_loss']:.4f}, " if summary["eval_loss"] is not None else ""
+        results = ""
+        if summary["final_loss"] is not None:
+            rate = f"{summary['median_tokens_per_s']:,.0f} tokens/s (median)"
+            results = f", loss {summary['final_loss']:.4f}, {eval_loss}{rate}"
         return self._display.note(
-            f"done: {steps} in {format_duration(summary['seconds'])}, loss {summary['final_loss']:.4f}, {eval_loss}"
-            f"{summary['median_tokens_per_s']:,.0f} tokens/s (median); results in {self._setting.run_dir.path}"
+            f"done: {steps} in {format_duration(summary['seconds'])}{results}; results in {self._setting.run_dir.path}"
         )
 
 

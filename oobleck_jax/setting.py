@@ -7,11 +7,12 @@ from pathlib import Path
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.agent import AgentOptions
 from oobleck_jax.elastic.limits import Limits
-from oobleck_jax.elastic.terms import Proposal
+from oobleck_jax.elastic.terms import Checkpoints, Proposal
 from oobleck_jax.inject import Injection
 from oobleck_jax.past_run import PastRun
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.propose import Proposer
+from oobleck_jax.run_checkpoints import RunCheckpoints
 from oobleck_jax.run_dir import Contact, RunDir
 
 
@@ -34,7 +35,10 @@ class Setting:
         orphan_s: how long nodes wait for the successor of this process.
         tensorboard: write scalars for it.
         began_s: when the program began, by `time.monotonic`.
+        checkpoints: of the run.
+        checkpoint_terms: when they are due.
         past: the run that is to go on, if a coordinator before this one has begun it.
+        is_restore_due: whether it must go on from a checkpoint, because no worker can have lived on.
     """
 
     preset: str
@@ -54,5 +58,8 @@ class Setting:
     orphan_s: float
     summary_path: Path | None
     began_s: float
+    checkpoints: RunCheckpoints
+    checkpoint_terms: Checkpoints
     tensorboard: bool = False
     past: PastRun | None = None
+    is_restore_due: bool = False

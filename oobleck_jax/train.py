@@ -18,9 +18,11 @@ from pathlib import Path
 
 import msgspec
 
+from models.gpt import GptConfig
 from models.presets import config_to_json
+from oobleck_jax.checkpoint.store import FOLDER, CheckpointStore
 from oobleck_jax.cluster import ProcessPlace, find_place
-from oobleck_jax.config import RunConfig, check_config
+from oobleck_jax.config import RunConfig, check_config, flag
 from oobleck_jax.data import check_data
 from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
 from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
@@ -38,10 +40,11 @@ from oobleck_jax.measured_profile import (
     read_profile,
 )
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
-from oobleck_jax.past_run import read_past
+from oobleck_jax.past_run import PastRun, read_past
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_device, schedule_text
+from oobleck_jax.run_checkpoints import RunCheckpoints, checkpoint_terms, link_checkpoints
 from oobleck_jax.run_dir import Contact, RunDir, read_contact
 from oobleck_jax.session import SIGNALS, Session, config_digest, software_versions
 from oobleck_jax.setting import Setting
@@ -85,8 +88,11 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     began_s = time.monotonic()
     if line.run.patience <= 0:
         raise ConfigError(f"--patience is {line.run.patience}; it must be positive")
-    if line.run.forgive_minutes < 0:
-        raise ConfigError(f"--forgive-minutes is {line.run.forgive_minutes}; it must not be negative")
+    for name in ("forgive_minutes", "wait_minutes"):
+        if getattr(line.run, name) < 0:
+            raise ConfigError(f"{flag(name)} is {getattr(line.run, name)}; it must not be negative")
+    if line.run.keep < 1:
+        raise ConfigError(f"--keep is {line.run.keep}; it must be at least 1")
     if line.run.tensorboard:
         check_tensorboard()
     token = read_token(line.cluster)
@@ -102,7 +108,11 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         node = NodeId(process.process_id)
         return asyncio.run(run_agent(nodes.agent(f"{process.host}:{process.port}", config=config, node=node)))
 
+    run_path = line.run.run_dir or _default_run_dir(line.run.preset)
+    store = CheckpointStore((line.run.checkpoint_dir or run_path / FOLDER).resolve())
+    terms = checkpoint_terms(line.run.checkpoint_every, store)
     check_data(config)
+    _check_pretrained(config)
     num_local = (config.nodes if process is None else 1) if has_nodes else 0
     memory_gib = line.run.device_memory_gib
     memory_bytes = (
@@ -131,10 +141,22 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
 
     if line.run.summary_json is not None:
         line.run.summary_json.parent.mkdir(parents=True, exist_ok=True)
-    with RunDir(line.run.run_dir or _default_run_dir(line.run.preset)) as run_dir:
-        past = read_past(
-            run_dir.path, config_json=config_to_json(line.run.preset, config), versions=software_versions()
+    with RunDir(run_path) as run_dir:
+        config_json, versions = config_to_json(line.run.preset, config), software_versions()
+        past = read_past(run_dir.path, config_json=config_json, versions=versions)
+        link_checkpoints(run_dir.path, store)
+        checkpoints = RunCheckpoints(
+            store, config=config, config_json=config_json, versions=versions, keep=line.run.keep
         )
+        is_restore_due = False
+        if past is None or not past.is_open:
+            is_restore_due = checkpoints.newest() is not None
+        if past is not None and not past.is_open:
+            if (complete := _why_complete(past, config)) and (is_restore_due or not past.differences):
+                print(f"{complete}; results in {run_dir.path}")  # noqa: T201
+                return 0
+            if not is_restore_due:
+                raise ConfigError(past.why_not(run_dir.path))
         before = None if past is None else read_contact(run_dir.path)
         if process is None and token is None:
             # Nobody else on this machine takes part by accident.
@@ -171,6 +193,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 contact=contact,
                 limits=Limits(
                     forgive_s=60.0 * line.run.forgive_minutes,
+                    wait_s=60.0 * line.run.wait_minutes,
                     yield_s=_YIELD_S if len(available_cores()) < num_local else 0.0,
                 ).scaled(line.run.patience),
                 patience=line.run.patience,
@@ -178,7 +201,10 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 summary_path=line.run.summary_json,
                 began_s=began_s,
                 tensorboard=line.run.tensorboard,
+                checkpoints=checkpoints,
+                checkpoint_terms=terms,
                 past=past,
+                is_restore_due=is_restore_due,
             )
             return Session(setting).run(listener, tls)
 
@@ -264,6 +290,25 @@ class _Nodes:
         if run_dir is None:
             raise ConfigError("--trace needs --run-dir on every host: the trace of its node goes there")
         return str(run_dir.resolve() / "trace")
+
+
+def _why_complete(past: PastRun, config: RunConfig) -> str | None:
+    """Say that a run is complete, if it is and shall not get longer."""
+    finished = past.finished
+    if finished is None or finished.exit_code or past.journal.next_step < config.steps:
+        return None
+    return f"this run is complete: {finished.reason}"
+
+
+def _check_pretrained(config: RunConfig) -> None:
+    """Refuse a model to begin with that is missing, or another one."""
+    if config.init_from is None:
+        return
+    if not isinstance(config.model, GptConfig):
+        raise ConfigError(f"--init-from {config.init_from}: only a GPT can begin with the parameters of a GPT-2")
+    from oobleck_jax.huggingface import PretrainedGpt  # late: most runs do not need it
+
+    PretrainedGpt(Path(config.init_from), config.model)
 
 
 def _profile(line: CommandLine, config: RunConfig, place: Place) -> Profile:

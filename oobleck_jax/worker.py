@@ -6,7 +6,6 @@ closes the control channel, so it waits for nothing without an end.
 """
 
 import argparse
-import contextlib
 import gc
 import logging
 import os
@@ -36,17 +35,19 @@ from oobleck_jax.elastic.messages import (
     GroupReport,
     Prepared,
     Progress,
+    RestoreFailed,
     Run,
+    SaveCheckpoint,
     Stop,
     Vote,
     Waiting,
     Welcome,
     WorkerReady,
 )
-from oobleck_jax.errors import Abandoned, PeerLost, Stalled, StateDamaged
+from oobleck_jax.errors import Abandoned, CheckpointDamaged, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
-from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics
+from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics, keep_gloo_quiet
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.meeting import Meeting
@@ -54,7 +55,9 @@ from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.recorder import make_recorder
 from oobleck_jax.inject import AtMoment, Moment, WorkerInjector
-from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.launch import pin
+from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.saved_states import StateSaver, pretrained_params, reader_of
 
 
 logger = logging.getLogger(__name__)
@@ -88,8 +91,11 @@ class Worker:
         self._meeting: Meeting | None = None
         self._fabric: Fabric | None = None
         self._begin: Begin | None = None
+        self._generation = 0  # the last one
         self._background = Background("background")
         self._applied = -1  # the last step whose update was applied
+        self._plan: Plan | None = None  # of the generation that applied it: says who holds what
+        self._saver = StateSaver(node, trainer, control.send)
 
     def serve(self) -> str:
         """Do what the messages say until `Stop`; return its reason."""
@@ -107,6 +113,8 @@ class Worker:
                         self._run(message.step)
                     case Abandon():
                         self._drop_fabric()
+                    case SaveCheckpoint():
+                        self._saver.save(message, plan=self._plan, applied=self._applied)
                     case Stop():
                         return message.reason
                     case _:
@@ -115,10 +123,11 @@ class Worker:
                 is_abandoned = True
             except _Stopped as stopped:
                 return str(stopped)
+            except CheckpointDamaged as error:
+                self._control.send(RestoreFailed(node=self._node, generation=self._generation, reason=str(error)))
             except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
-                generation = self._begin.generation if self._begin else 0
-                self._control.send(failure(self._node, generation, error, blames=error.node))
+                self._control.send(failure(self._node, self._generation, error))
 
     def log_fingerprints(self) -> None:
         """Write a checksum of each group's state into the log, by which replicas can be compared (property T3)."""
@@ -130,8 +139,8 @@ class Worker:
     def _prepare(self, begin: Begin) -> None:
         self._drop_fabric()
         me = next(member for member in begin.members if member.node == self._node)
-        _pin(me.cores)
-        self._begin = begin
+        pin(me.cores)
+        self._begin, self._generation = begin, begin.generation
         assert not me.holds or self._applied == begin.step - 1, (
             f"node {self._node} has the state after step {self._applied}, but generation {begin.generation} begins "
             f"with step {begin.step} and counts on its layers {me.holds}"
@@ -150,7 +159,9 @@ class Worker:
         )
         if sums := self._trainer.fabric_sums(generation):
             self._meeting = Meeting(partial(self._make_fabric, begin, sums))
-        preparation = self._trainer.prepare(generation, progress=self._progress, patience=self._patience(begin.step))
+        preparation = self._trainer.prepare(
+            generation, progress=self._progress, patience=self._patience(begin.step), restore=reader_of(begin.restore)
+        )
         prepared_s = time.monotonic()
         if self._meeting is not None:
             self._fabric = self._meeting.wait(WAIT_LIMIT_S, self._control.abandoned)
@@ -181,8 +192,7 @@ class Worker:
     def _progress(self, phase: str, done: int, total: int) -> None:
         if self._control.abandoned.is_set():
             raise Abandoned(f"during {phase}")
-        generation = self._begin.generation if self._begin else 0
-        self._control.send(Progress(node=self._node, generation=generation, phase=phase, done=done, total=total))
+        self._control.send(Progress(node=self._node, generation=self._generation, phase=phase, done=done, total=total))
 
     def _drop_fabric(self) -> None:
         self._background.stop()  # the next generation needs the cores first
@@ -197,7 +207,7 @@ class Worker:
     def _run(self, first_step: int) -> None:
         assert self._begin is not None
         self._trainer.start()
-        self._applied = first_step - 1
+        self._applied, self._plan = first_step - 1, self._begin.plan
         if self._begin.evaluate_first:
             self._evaluate(first_step - 1)
         for step in range(first_step, self._config.steps):
@@ -216,6 +226,8 @@ class Worker:
                 self._background.begin(self._prepare_for_losses(self._begin))
             if self._config.evaluates_after(step):
                 self._evaluate(step)
+            if commit.is_last:
+                return
 
     def _prepare_for_losses(self, begin: Begin) -> Iterator[None]:
         """Do what must not be left to the next recovery, piece by piece, in the background."""
@@ -249,6 +261,8 @@ class Worker:
             match message:
                 case Commit() if message.step == step:
                     return message
+                case SaveCheckpoint():  # the state is still that after the last step
+                    self._saver.save(message, plan=self._plan, applied=self._applied)
                 case Stop():
                     raise _Stopped(message.reason)
                 case _:
@@ -278,8 +292,9 @@ class Worker:
         return Patience(abandoned=self._control.abandoned, limit_s=WAIT_LIMIT_S, on_waiting=tell)
 
 
-def failure(node: NodeId, generation: int, error: BaseException, blames: int | None = None) -> Failed:
-    """Return the message that tells of an error of this worker; `blames` is the node that it waited for."""
+def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
+    """Return the message that tells of an error of this worker, and which node it waited for, if it did."""
+    blames = getattr(error, "node", None)
     return Failed(
         node=node,
         generation=generation,
@@ -300,7 +315,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="folder into which this process writes what it did when")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _keep_gloo_quiet()
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
+    keep_gloo_quiet()
     if arguments.lifeline_fd is not None:
         hold(arguments.lifeline_fd)
     control = SocketControl(socket.socket(fileno=arguments.control_fd))
@@ -336,6 +352,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
         link=link,
         at_moment=injector,
         recorder=make_recorder(arguments.trace, welcome.node, arguments.incarnation),
+        pretrained=pretrained_params(config),
     )
     # A node that comes later finds most programs in the cache, and the others need not wait for any of them then.
     for done, total in trainer.compile_ahead(welcome.ahead, rank=0, num_ranks=1) if welcome.ahead else ():
@@ -370,27 +387,9 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
     )
 
 
-def _pin(cores: tuple[int, ...]) -> None:
-    """Let every thread of this process run on these cores only; empty: leave them where they are."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
-            os.sched_setaffinity(int(thread), cores)
-
-
-def _keep_gloo_quiet() -> None:
-    """Drop what C++ prints to standard output: Gloo's lines for each meeting. What Python prints goes into the log."""
-    sys.stdout = sys.stderr
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
-
-
 def _exit(code: int) -> None:
     """End the process at once: threads of an abandoned fabric may hang in a collective for ever."""
     logging.shutdown()
-    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 

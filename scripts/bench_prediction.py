@@ -178,7 +178,7 @@ def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) ->
     with tempfile.TemporaryDirectory(dir=folder) as name:
         run_dir = Path(name) / "run"
         command = [sys.executable, str(TRAIN), "--preset", arguments.preset, "--nodes", str(case.num_nodes)]
-        command += ["--microbatch-size", str(arguments.microbatch_size), "--eval-every", "0"]
+        command += ["--microbatch-size", str(arguments.microbatch_size), "--eval-every", "0", "--checkpoint-every", "0"]
         command += ["--global-batch-size", str(arguments.microbatch_size * case.num_microbatches)]
         command += ["--steps", str(arguments.steps), "--plan", case.text, "--run-dir", str(run_dir)]
         command += ["--compilation-cache", str(folder / "programs"), "--patience", "4"]

@@ -65,7 +65,8 @@ class Kill:
 
 
 def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
-    run = LiveRun(folder, [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", *flags])
+    command = [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", "--checkpoint-every", "0"]
+    run = LiveRun(folder, [*command, *flags])
     run.start()
     return run
 

@@ -111,7 +111,8 @@ def run_pipeline(arguments: Arguments, nodes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "summary.json"
         command = [sys.executable, str(SCRIPTS / "train.py"), "--preset", arguments.preset, "--nodes", str(nodes)]
-        command += ["--steps", str(arguments.steps), "--eval-every", "0", "--run-dir", str(Path(folder) / "run")]
+        command += ["--steps", str(arguments.steps), "--eval-every", "0", "--checkpoint-every", "0"]
+        command += ["--run-dir", str(Path(folder) / "run")]
         command += ["--summary-json", str(summary)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
         if result.returncode:

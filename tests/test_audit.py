@@ -14,6 +14,7 @@ from oobleck_jax.audit import Audit, audit
 from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.journal import read_journal
 from scripts.audit import Arguments, main
 from tests.checkpoint.checkpoints import save
 from tests.elastic.plans import plan_of
@@ -89,6 +90,13 @@ def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path: Path) -> None:
     write(tmp_path, [restored(1, 40), *commits(1, 40, 44), restored(2, 41), *commits(2, 41, 43)])
     found = audit(tmp_path)
     assert (found.first_step, found.end_step, found.num_undone_steps, found.violation) == (40, 43, 3, None)
+
+
+def test_a_run_may_go_back_to_a_checkpoint_before_its_own_beginning(tmp_path: Path) -> None:
+    write(tmp_path, [restored(1, 40), restored(2, 30), *commits(2, 30, 34), restored(3, 20), *commits(3, 20, 23)])
+    found = audit(tmp_path)
+    assert (found.first_step, found.end_step, found.num_undone_steps, found.violation) == (20, 23, 4, None)
+    assert read_journal(tmp_path / "journal.jsonl").next_step == 23
 
 
 def test_a_run_that_has_just_begun_has_no_violation(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from oobleck_jax import events
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.journal import read_journal
 from oobleck_jax.past_run import PastRun, read_past
 from oobleck_jax.planning.plan import NodeId
 from tests.elastic.plans import plan_of
@@ -52,10 +54,16 @@ def test_the_journal_says_where_the_run_stands(tmp_path: Path) -> None:
     write(tmp_path, *PLANNED)
     past = read(tmp_path)
     assert past is not None
-    assert past.committed == tuple(map(committed, range(4)))
-    assert past.records == (STARTED, *PLANNED, *past.committed)
+    assert [record for _, record in past.journal.committed] == list(map(committed, range(4)))
+    assert past.records == (STARTED, *PLANNED, *map(committed, range(4)))
+    assert past.is_open
     assert past.resumption == Resumption(
-        generation=2, plan=PLANNED[-1].plan, committed=committed(3), nodes=(NodeId(0), NodeId(2)), evaluated=False
+        generation=2,
+        plan=PLANNED[-1].plan,
+        step=4,
+        committed=committed(3),
+        nodes=(NodeId(0), NodeId(2)),
+        evaluated=False,
     )
 
 
@@ -83,34 +91,69 @@ def test_every_prefix_of_the_journal_is_accepted_M2(tmp_path: Path) -> None:
         past = read(tmp_path)
         assert past is not None
         # A line that was not written to its end is a decision that nobody has heard of.
-        assert past.committed == tuple(map(committed, range(whole[:length].count(b"\n"))))
-        files = events.RunFiles(tmp_path, goes_on_after=len(past.committed))
-        files.write(committed(len(past.committed)))
+        steps = [record.step for _, record in past.journal.committed]
+        assert steps == list(range(whole[:length].count(b"\n")))
+        files = events.RunFiles(tmp_path, goes_on_after=len(steps))
+        files.write(committed(len(steps)))
         files.close()
-        steps = [record.step for _, record in events.read_events(journal)]  # pyright: ignore
-        assert steps == list(range(len(past.committed) + 1))
+        assert [record.step for _, record in read_journal(journal).committed] == [*steps, len(steps)]
 
 
-def test_a_finished_run_is_refused(tmp_path: Path) -> None:
+def test_steps_that_were_given_up_count_no_more_T4(tmp_path: Path) -> None:
+    write(tmp_path, *PLANNED, EVALUATED, num_steps=0)
+    restored = events.Restored(generation=3, step=2, checkpoint="step-000001-generation-1", reason="no holder is left")
+    files = events.RunFiles(tmp_path, goes_on_after=0)
+    for record in (*map(committed, range(4)), restored, committed(2)):
+        files.write(record)
+    files.close()
+    past = read(tmp_path)
+    assert past is not None
+    assert [record.step for _, record in past.journal.decided] == [0, 1, 2, 3, 2]
+    assert [record.step for _, record in past.journal.committed] == [0, 1, 2]
+    resumption = past.resumption
+    assert (resumption.step, resumption.restored_generation, resumption.evaluated) == (3, 3, True)
+    # What was decided before it went back must not be sent to a worker that comes back.
+    assert resumption.committed is None
+
+
+def test_a_run_may_begin_with_the_checkpoint_of_another(tmp_path: Path) -> None:
+    write(tmp_path, num_steps=0)
+    files = events.RunFiles(tmp_path, goes_on_after=0)
+    files.write(events.Restored(generation=1, step=40, checkpoint="elsewhere", reason="begins there"))
+    files.write(committed(40))
+    files.close()
+    past = read(tmp_path)
+    assert past is not None
+    assert (past.journal.first_step, past.resumption.step) == (40, 41)
+
+
+def test_a_finished_run_says_how_it_ended(tmp_path: Path) -> None:
     write(tmp_path, events.Finished(steps=4, reason="all 4 steps are done", exit_code=0))
-    with pytest.raises(
-        ConfigError, match=r"its run is finished after 4 steps \(all 4 steps are done\); choose another"
-    ):
-        read(tmp_path)
+    past = read(tmp_path)
+    assert past is not None
+    assert not past.is_open
+    assert past.resumption.nodes == ()
+    assert re.match(
+        r"its run is finished after 4 steps \(all 4 steps are done\); choose another", past.why_not(tmp_path)
+    )
 
 
-def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_what_differs_is_named(tmp_path: Path) -> None:
     write(tmp_path, config={**CONFIG, "steps": 8, "model": {"width": 64}})
-    with pytest.raises(
-        ConfigError, match=r"other settings: steps 8 \(now 9\), model.width 64 \(now 32\); use the same"
-    ):
-        read(tmp_path)
+    past = read(tmp_path)
+    assert past is not None
+    assert not past.is_open
+    assert re.match(
+        r"its run has other settings: steps 8 \(now 9\), model.width 64 \(now 32\); use the same",
+        past.why_not(tmp_path),
+    )
 
 
-def test_other_software_is_refused(tmp_path: Path) -> None:
+def test_other_software_is_named(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(ConfigError, match=r"jax 0.10.2 \(now 0.12.0\)"):
-        read_past(tmp_path, config_json=json.dumps(CONFIG), versions={"jax": "0.12.0"})
+    past = read_past(tmp_path, config_json=json.dumps(CONFIG), versions={"jax": "0.12.0"})
+    assert past is not None
+    assert past.differences == ("jax 0.10.2 (now 0.12.0)",)
 
 
 def test_damage_is_refused_by_name(tmp_path: Path) -> None:
@@ -118,7 +161,7 @@ def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ConfigError, match=r"journal.jsonl is damaged: line 2 is step 2"):
+    with pytest.raises(ConfigError, match=r"journal.jsonl is damaged: line 2 is step 2, not step 1"):
         read(tmp_path)
     journal.write_bytes(b"".join([lines[0], b"nonsense\n", lines[1]]))
     with pytest.raises(ConfigError, match=r"journal.jsonl is damaged"):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from oobleck_jax import events
+from oobleck_jax.audit import audit
 from oobleck_jax.elastic.coordinator import bind
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.run_dir import RunDir
@@ -53,6 +54,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--sequence-length", "17"], "--sequence-length 17 is more than the model's 16"),
         (["--max-nodes", "2", "--nodes", "3"], "--max-nodes 2 is less than the 3 nodes to begin with"),
         (["--orphan-minutes", "-1"], "--orphan-minutes is -1.0; it must not be negative"),
+        (["--wait-minutes", "-1"], "--wait-minutes is -1.0; it must not be negative"),
+        (["--keep", "0"], "--keep is 0; it must be at least 1"),
+        (["--checkpoint-every", "5x"], "--checkpoint-every 5x: give steps, such as 20, or minutes, such as 5m"),
+        (["--init-from", "absent"], "absent/config.json cannot be read"),
         (["--join", "."], "--join .: there is no run in this directory"),
         (["--patience", "0"], "--patience is 0.0; it must be positive"),
         (["--plan", "0-3,3-7"], "pipeline 0 covers 7 layers, the model has 6"),
@@ -230,6 +235,10 @@ class Launch:
     def events(self, kind: type[events.Record]) -> list[events.Record]:
         return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
 
+    @property
+    def incidents(self) -> list[events.Incident]:
+        return [event for event in self.events(events.Incident) if isinstance(event, events.Incident)]
+
     def close(self) -> None:
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
@@ -393,9 +402,9 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(
     launch.await_nothing_left(2.0)
 
     third = launch.start(*command)
-    _, err = third.communicate(timeout=20)
-    assert third.returncode == 2
-    assert "its run is finished after 400 steps (all 400 steps are done); choose another --run-dir" in err
+    out, err = third.communicate(timeout=20)
+    assert (third.returncode, err) == (0, "")
+    assert "this run is complete: all 400 steps are done" in out
 
 
 @pytest.mark.process
@@ -422,6 +431,70 @@ def test_a_coordinator_that_is_started_again_replaces_agents_that_died_and_waits
     launch.interrupt(again)
     joiner.communicate(timeout=10)
     launch.await_nothing_left(2.0)
+
+
+@pytest.mark.process
+def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoint_T4(launch: Launch) -> None:
+    command = ("--nodes", "3", "--fault-tolerance", "1", "--checkpoint-every", "20", "--steps", "300")
+    command += ("--eval-every", "100")
+    first = launch.start(*command)
+    launch.await_step(70)
+    for process in launch.alive():
+        process.kill()
+    first.wait()
+    launch.await_nothing_left(2.0)
+
+    out, err = launch.start(*command).communicate(timeout=60)
+    assert err == ""
+    assert "goes on with step" in out
+    found = audit(launch.run_dir)
+    assert (found.end_step, found.num_restores, found.violation) == (300, 1, None)
+    assert 0 < found.num_undone_steps <= 40
+    (incident,) = launch.incidents
+    assert (incident.kind, incident.num_redone_steps) == ("coordinator", found.num_undone_steps)
+    assert {event.step for event in launch.events(events.Evaluated)} == {99, 199, 299}  # pyright: ignore
+    folders = sorted(path.name for path in (launch.run_dir / "checkpoints").iterdir())
+    assert [name.partition("-generation")[0] for name in folders] == [f"step-000{step}" for step in (259, 279, 299)]
+
+    # More steps, on fewer nodes: the run goes on from where it ended. Another seed would be another run.
+    longer = launch.start("--nodes", "2", "--steps", "350")
+    out, err = longer.communicate(timeout=60)
+    assert (longer.returncode, err) == (0, "")
+    assert "it goes on with other settings: " in out
+    assert "nodes 3 (now 2)" in out
+    found = audit(launch.run_dir)
+    assert (found.end_step, found.num_undone_steps, found.violation) == (350, incident.num_redone_steps, None)
+    other = launch.start("--nodes", "2", "--steps", "350", "--seed", "3")
+    _, err = other.communicate(timeout=20)
+    assert other.returncode == 2
+    assert "the checkpoint of step 349 is of another run; they differ in seed 0 (saved) and 3 (now)" in err
+
+
+@pytest.mark.process
+def test_a_run_that_loses_a_layer_goes_back_by_itself_and_one_that_is_interrupted_loses_nothing(launch: Launch) -> None:
+    elsewhere = launch.directory / "elsewhere"
+    command = ("--nodes", "2", "--fault-tolerance", "1", "--checkpoint-every", "20", "--steps", "99999")
+    command += ("--checkpoint-dir", str(elsewhere))
+    run = launch.start(*command)
+    launch.await_step(50)
+    for worker in [launch.find("fake_worker", node=node) for node in (0, 1)]:
+        os.kill(worker, signal.SIGKILL)
+    launch.wait_for(lambda: any(incident.num_redone_steps for incident in launch.incidents))
+    launch.await_steps_from_now(5)
+    launch.interrupt(run)
+    (loss,) = [incident for incident in launch.incidents if incident.num_redone_steps]
+    assert loss.kind == "loss"
+    found = audit(launch.run_dir)
+    assert found.violation is None
+    assert found.num_undone_steps == loss.num_redone_steps
+    # Its last step has a checkpoint, and a run of another directory can begin with it.
+    assert max(elsewhere.iterdir()).name.startswith(f"step-{found.end_step - 1:06d}")
+    other_dir = launch.directory / "second"
+    second = launch.start(*command, "--run-dir", str(other_dir))
+    launch.wait_for(lambda: (other_dir / "metrics.jsonl").exists() and audit(other_dir).num_samples > 0)
+    launch.interrupt(second)
+    again = audit(other_dir)
+    assert (again.first_step, again.violation) == (found.end_step, None)
 
 
 @pytest.mark.process

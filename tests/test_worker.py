@@ -10,18 +10,38 @@ import numpy as np
 import pytest
 
 from models.presets import load_preset
+from oobleck_jax.checkpoint.reader import read_group
+from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.control import SocketControl
 from oobleck_jax.elastic import messages
-from oobleck_jax.elastic.messages import Abandon, Begin, Commit, Failed, Member, Prepared, Run, Stop, Vote
+from oobleck_jax.elastic.messages import (
+    Abandon,
+    Begin,
+    Commit,
+    Failed,
+    Member,
+    NotSaved,
+    Prepared,
+    RestoreFailed,
+    RestorePoint,
+    Run,
+    SaveCheckpoint,
+    Saved,
+    Stop,
+    Vote,
+)
 from oobleck_jax.errors import Abandoned, PeerLost
 from oobleck_jax.execution.node import Preparation, StepResult
+from oobleck_jax.execution.state import GroupState
 from oobleck_jax.inject import Moment
 from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.planning.reconfigure import State
 from oobleck_jax.worker import Worker
+from tests.checkpoint.checkpoints import manifest
 from tests.execution.thread_cluster import plan_of
 
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NODE = NodeId(0)
 
 
@@ -33,9 +53,13 @@ class Tensors:
         self.home = self
         self.num_compilations = 0
         self.loses_peer_in: int | None = None
+        self.groups = (State(name="layer-000", layers=(0,), num_bytes=4),)
+        self.state = 0.0  # what `layer-000` has
 
-    def prepare(self, generation, *, progress, patience) -> Preparation:
+    def prepare(self, generation, *, progress, patience, restore=None) -> Preparation:
         self.calls.append(f"prepare {generation.number}")
+        if restore is not None:
+            restore("layer-000", None)
         return Preparation(num_compilations=0, received_bytes=0, seconds={})
 
     def fabric_sums(self, generation) -> tuple[()]:
@@ -57,6 +81,10 @@ class Tensors:
 
     def commit(self, step, global_norm) -> None:
         self.calls.append(f"commit {step}")
+        self.state = step + 0.5
+
+    def held_states(self, names) -> dict[str, GroupState]:
+        return {name: GroupState(params=np.full(3, self.state, np.float32), optimizer_state=()) for name in names}
 
     def abandon(self) -> None:
         self.calls.append("abandon")
@@ -88,10 +116,13 @@ class Coordinator:
         self._lines.close()
         self._sock.close()
 
-    def begin(self, generation: int, *, step: int, holds: tuple[int, ...] = ()) -> None:
+    def begin(self, generation: int, *, step: int, holds: tuple[int, ...] = (), **changes) -> None:
+        """Begin, and run; with `restore`, the worker must say first that it cannot."""
         member = Member(node=NODE, link_address="127.0.0.1:1", holds=holds)
         plan = plan_of(([6], 8))
-        self.send(Begin(generation=generation, plan=plan, members=(member,), fabric_address="", step=step))
+        self.send(Begin(generation=generation, plan=plan, members=(member,), fabric_address="", step=step, **changes))
+        if changes:
+            return
         self.expect(Prepared)
         self.send(Run(generation=generation, step=step))
 
@@ -202,6 +233,38 @@ def test_a_worker_that_missed_a_commit_does_not_pretend_to_have_it_M2() -> None:
         )
     worker.coordinator.send(Stop(reason="over"))
     worker.end()
+
+
+def test_a_checkpoint_has_the_state_of_its_step_while_the_next_is_computed(tmp_path) -> None:
+    folder = tmp_path / "step-000000-generation-1"
+    save = SaveCheckpoint(generation=1, step=0, folder=str(folder))
+    with serving() as worker:
+        worker.coordinator.begin(1, step=0)
+        worker.coordinator.expect(Vote)
+        # It comes with the commits before and after it, as it may when the worker is slow.
+        commits = [Commit(generation=1, step=step, global_norm=1.0) for step in range(2)]
+        worker.coordinator.send(commits[0], save, commits[1])
+        said = [worker.coordinator.expect(Vote | Saved) for _ in range(3)]
+        (saved,) = [message for message in said if isinstance(message, Saved)]
+        assert {message.step for message in said} == {0, 1, 2}
+        # Too late: it has gone on.
+        worker.coordinator.send(save)
+        assert "it has the state after step 1" in worker.coordinator.expect(NotSaved).reason
+    assert saved.seconds.keys() == {"copy", "write"}
+    store = CheckpointStore(tmp_path)
+    checkpoint = store.commit(manifest(saved.groups, step=0, generation=1))
+    np.testing.assert_array_equal(read_group(checkpoint, "layer-000")["params"], np.full(3, 0.5, np.float32))
+
+
+def test_a_worker_that_cannot_restore_says_why_and_waits(tmp_path) -> None:
+    with serving() as worker:
+        absent = RestorePoint(folder=str(tmp_path / "step-000004-generation-1"), step=4)
+        worker.coordinator.begin(1, step=5, restore=absent)
+        failed = worker.coordinator.expect(RestoreFailed)
+        assert (failed.generation, "manifest.json cannot be read: No such file" in failed.reason) == (1, True)
+        worker.coordinator.send(Abandon(generation=1, reason="try an older one"))
+        worker.coordinator.begin(2, step=0)
+        assert worker.coordinator.expect(Vote).step == 0
 
 
 def test_a_worker_that_lost_a_peer_says_whom_and_waits() -> None:

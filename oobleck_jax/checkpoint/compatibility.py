@@ -17,6 +17,7 @@ _MAY_DIFFER = {
     "microbatch_size": "losses change by less than 1e-6 relative: gradients are sums over tokens, dropout is by sample",
     "remat": "the same numbers, computed once or twice",
     "steps": "the next steps are the same samples; the learning rate is on its way to another last step",
+    "init_from": "the parameters are those of the checkpoint",
     "eval_every": "evaluation changes nothing",
     "eval_batches": "evaluation changes nothing",
     "data": "files move; the data themselves are compared by their fingerprint",

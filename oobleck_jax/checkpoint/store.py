@@ -12,7 +12,7 @@ same step later. A manifest needs no atomic rename of folders, which not every f
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from oobleck_jax.checkpoint.manifest import Manifest, decode_manifest, encode_ma
 from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable
 
 
+FOLDER = "checkpoints"  # in a run directory
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})-generation-(\d+)")
 
@@ -79,6 +80,10 @@ class CheckpointStore:
         """Return where the groups of a checkpoint belong, each in a folder of its name."""
         return self.root / f"step-{step:06d}-generation-{generation}"
 
+    def last_generation(self) -> int:
+        """Return the last generation that wrote here, were it only a part; 0: there is none."""
+        return max((generation for generation, _, _ in self._folders()), default=0)
+
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Let a checkpoint count, now that all its groups are written.
 
@@ -109,17 +114,22 @@ class CheckpointStore:
             damaged=tuple(entry for entry in entries if isinstance(entry, CheckpointDamaged)),
         )
 
-    def newest(self, *, step: int | None = None) -> tuple[Checkpoint | None, tuple[CheckpointDamaged, ...]]:
+    def newest(
+        self, *, end_step: int | None = None, excluded: Collection[str] = ()
+    ) -> tuple[Checkpoint | None, tuple[CheckpointDamaged, ...]]:
         """Return the newest checkpoint whose files are all there, and what is wrong with newer ones.
 
         Only the sizes of files are checked; whoever reads a group finds out about the rest.
 
         Args:
-            step: only checkpoints that end with this step.
+            end_step: only checkpoints without this step and later ones.
+            excluded: folders that are not taken.
         """
         damaged: list[CheckpointDamaged] = []
         for entry in self._entries():
-            if step not in (None, entry.step):
+            if isinstance(entry, Checkpoint) and (
+                str(entry.folder) in excluded or (end_step is not None and entry.step >= end_step)
+            ):
                 continue
             if isinstance(entry, CheckpointDamaged):
                 damaged.append(entry)
@@ -162,15 +172,12 @@ class CheckpointStore:
         The last generation comes before the last step: after a run has gone back to an old checkpoint, the steps that
         it gave up count no more.
         """
-        for _, step, folder in sorted(self._folders(), reverse=True):
-            try:
-                manifest = decode_manifest((folder / MANIFEST).read_bytes())
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError) as error:
-                yield CheckpointDamaged(str(error), step=step, group=None, file=folder / MANIFEST)
-            else:
-                yield Checkpoint(folder=folder, manifest=manifest)
+        for _, _, folder in sorted(self._folders(), reverse=True):
+            if (folder / MANIFEST).exists():
+                try:
+                    yield read_checkpoint(folder)
+                except CheckpointDamaged as error:
+                    yield error
 
     def _folders(self) -> list[tuple[int, int, Path]]:
         """Return (generation, step, folder) of all that look like checkpoints, complete or not."""
@@ -180,6 +187,21 @@ class CheckpointStore:
             return []
         matches = [(_NAME.fullmatch(path.name), path) for path in entries]
         return [(int(match[2]), int(match[1]), path) for match, path in matches if match and path.is_dir()]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder; nothing but its manifest is read.
+
+    Raises:
+        CheckpointDamaged: the manifest is missing, or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return Checkpoint(folder=folder, manifest=decode_manifest(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        match = _NAME.fullmatch(folder.name)
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise CheckpointDamaged(what, step=int(match[1]) if match else None, group=None, file=path) from error
 
 
 def _remove(folder: Path) -> bool:

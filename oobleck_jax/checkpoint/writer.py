@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class Written:
 
     folder: Path
     groups: dict[str, GroupRecord]
+    seconds: dict[str, float]  # copy: the caller waited for it; write
 
 
 Outcome: TypeAlias = Written | CheckpointUnwritable
@@ -64,10 +66,14 @@ class CheckpointWriter:
         """
         if self.is_busy:
             return False
+        began_s = time.monotonic()
         copies = {group: _copied(state) for group, state in states.items()}
         # Daemonic: a disk that hangs must not keep the process from ending. Who needs the result waits for it.
         self._thread = threading.Thread(
-            target=_write, args=(folder, copies, on_end), name="checkpoint-writer", daemon=True
+            target=_write,
+            args=(folder, copies, time.monotonic() - began_s, on_end),
+            name="checkpoint-writer",
+            daemon=True,
         )
         self._thread.start()
         return True
@@ -85,11 +91,11 @@ def write_group(folder: Path, group: str, arrays: NamedArrays) -> GroupRecord:
     Raises:
         CheckpointUnwritable: the disk is full, read-only, or otherwise unfit.
     """
-    import orbax.checkpoint as ocp  # late, see above
-
     path = folder / group
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        import orbax.checkpoint as ocp  # late, see above
+
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(nested(arrays)), force=True)
         files = seal(path)
@@ -111,7 +117,8 @@ def write_group(folder: Path, group: str, arrays: NamedArrays) -> GroupRecord:
     )
 
 
-def _write(folder: Path, copies: dict[str, NamedArrays], on_end: Callable[[Outcome], None]) -> None:
+def _write(folder: Path, copies: dict[str, NamedArrays], copy_s: float, on_end: Callable[[Outcome], None]) -> None:
+    began_s = time.monotonic()
     with contextlib.suppress(AttributeError, PermissionError):  # of this thread and those it starts, on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     groups: dict[str, GroupRecord] = {}
@@ -121,7 +128,8 @@ def _write(folder: Path, copies: dict[str, NamedArrays], on_end: Callable[[Outco
     except CheckpointUnwritable as error:
         on_end(error)
     else:
-        on_end(Written(folder=folder, groups=groups))
+        seconds = {"copy": copy_s, "write": time.monotonic() - began_s}
+        on_end(Written(folder=folder, groups=groups, seconds=seconds))
 
 
 def _copied(state: Any) -> NamedArrays:

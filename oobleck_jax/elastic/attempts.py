@@ -15,6 +15,9 @@ class Attempts:
         self._causes.append(cause)
         self._num_blameless = self._num_blameless + 1 if is_blameless else 0
 
+    def __len__(self) -> int:
+        return len(self._causes)
+
     def clear(self) -> None:
         """A step was committed."""
         self._causes.clear()

@@ -20,14 +20,21 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from oobleck_jax import events
+from oobleck_jax.checkpoint.manifest import GroupRecord
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import (
     Asked,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointFound,
+    CleanCheckpoints,
     Close,
+    CommitCheckpoint,
     ConnectionId,
     Disconnected,
     FabricFailed,
     FabricStarted,
+    FindCheckpoint,
     Finish,
     Ignored,
     Input,
@@ -68,12 +75,20 @@ class Services:
         fabric_host: the address of this machine as the nodes reach it.
         listen_host: the address to listen on for them: this one, or all of this machine.
         record: takes every record, in order; a commit decision must be on its way to disk when it returns.
+        commit_checkpoint: given step, generation and groups; may block. None: the terms of the run have none.
+        clean_checkpoints: given step and generation of the one that is being written; may block.
+        find_checkpoint: given what `FindCheckpoint` has; may block.
     """
 
     start_fabric: Callable[[str, int], FabricService]
     fabric_host: str
     listen_host: str
     record: Callable[[events.Record], None]
+    commit_checkpoint: Callable[[int, int, dict[str, GroupRecord]], CheckpointCommitted | CheckpointFailed] | None = (
+        None
+    )
+    clean_checkpoints: Callable[[int, int], object] | None = None
+    find_checkpoint: Callable[[frozenset[str], int | None], CheckpointFound] | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,6 +135,7 @@ class Coordinator:
         self._seen_s = self._loop.time()
         self._lost_s = 0.0  # time while this process stood still
         self._fabrics: dict[int, FabricService] = {}  # by generation
+        self._disk = asyncio.Lock()
 
     async def run(
         self,
@@ -186,6 +202,8 @@ class Coordinator:
                             self._outgoing[effect.connection].put_nowait(None)
                     case StartFabric():
                         self._spawn(self._start_fabric(effect))
+                    case CommitCheckpoint() | CleanCheckpoints() | FindCheckpoint():
+                        self._spawn(self._use_checkpoints(effect))
                     case Write():
                         self._services.record(effect.record)
                         if isinstance(effect.record, events.Prepared):
@@ -235,6 +253,23 @@ class Coordinator:
             given = FabricStarted(generation=wanted.generation, address=address)
             break
         self._feed(given)
+
+    async def _use_checkpoints(self, wanted: CommitCheckpoint | CleanCheckpoints | FindCheckpoint) -> None:
+        """Do what is asked for, one thing after the other."""
+        services = self._services
+        async with self._disk:
+            match wanted:
+                case CommitCheckpoint():
+                    assert services.commit_checkpoint is not None
+                    commit = services.commit_checkpoint
+                    self._feed(await asyncio.to_thread(commit, wanted.step, wanted.generation, wanted.groups))
+                case CleanCheckpoints():
+                    assert services.clean_checkpoints is not None
+                    await asyncio.to_thread(services.clean_checkpoints, wanted.step, wanted.generation)
+                case FindCheckpoint():
+                    assert services.find_checkpoint is not None
+                    find = services.find_checkpoint
+                    self._feed(await asyncio.to_thread(find, wanted.excluded, wanted.end_step))
 
     async def _close_fabrics(self, before: int) -> None:
         """Close the services of earlier generations: whoever is alive has left them once a later one runs."""

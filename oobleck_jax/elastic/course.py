@@ -11,18 +11,29 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.absences import Absences
 from oobleck_jax.elastic.attempts import Attempts
 from oobleck_jax.elastic.blame import Cause, Evidence, Weight
-from oobleck_jax.elastic.effects import FabricFailed, FabricStarted, Finish, StartFabric
+from oobleck_jax.elastic.effects import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointFound,
+    FabricFailed,
+    FabricStarted,
+    Finish,
+    Interrupted,
+    StartFabric,
+)
 from oobleck_jax.elastic.generation import Generation
 from oobleck_jax.elastic.incidents import Incidents
 from oobleck_jax.elastic.node import Node, NodeState
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.phase import NEXT, Phase
 from oobleck_jax.elastic.prospects import Prospects
-from oobleck_jax.elastic.resumption import Resumption
+from oobleck_jax.elastic.restores import Restores
+from oobleck_jax.elastic.resumption import Recalled, Resumption, recall
 from oobleck_jax.elastic.roster import Roster
+from oobleck_jax.elastic.saving import Saving
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.elastic.votes import Decision, Fault
-from oobleck_jax.errors import PlanError
+from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.planning.plan import NodeId
 
 
@@ -33,7 +44,6 @@ class Course:
         phase: what the run waits for.
         now_s: the time; whoever calls sets it first.
         current: the last generation there was, even if it has been abandoned.
-        committed: the last decision.
     """
 
     def __init__(
@@ -55,12 +65,21 @@ class Course:
         self._roster, self._prospects, self._evidence, self._incidents = roster, prospects, evidence, incidents
         self._out = out
         self._origin = resumed or Resumption()
-        self.committed = self._origin.committed
+        self._committed = self._origin.committed  # the last decision, which a worker may not have heard of
+        self._valid_since = self._origin.restored_generation  # what workers have of generations before counts no more
+        self._saving = Saving(terms, roster, out, now_s)
+        self._restores = Restores(terms, out, is_due=self._origin.is_restore_due)
+        self._what_is_lost = "no live node has the state of the run"
+        self._waits_for = ""  # what GATHERING is about
         self._attempts = Attempts()
         self._starting: int | None = None  # the generation whose fabric is being started
         self._end: Finish | None = None
+        self._end_step = terms.steps  # sooner if the run is interrupted
+        self._interruption: tuple[Interrupted, float] | None = None  # and how long it may take
         self._absences = Absences()
         self._is_taking_over = resumed is not None and resumed.generation > 0
+        # Unless others keep the run's state, there is no hurry: all nodes that there can be take part from the start.
+        self._awaits_all = not (self._is_taking_over and self._origin.nodes) or terms.on_loss is OnLoss.STOP
         if resumed is not None:
             if self._is_taking_over:
                 self._absences.add(resumed.nodes, now_s + terms.limits.reattach_s)
@@ -75,6 +94,8 @@ class Course:
     @property
     def step(self) -> int:
         """The step in progress, which is also the number of committed steps."""
+        if self._restores.point is not None:
+            return self._restores.point.next_step
         return self.current.step if self.current else self._origin.step
 
     @property
@@ -96,8 +117,21 @@ class Course:
     def _evaluation_step(self) -> int | None:
         """The committed step whose evaluation is not complete, if there is one."""
         if self.current is None:
-            return self._origin.evaluation_step(self._terms.evaluates_after)
-        return self.current.evaluation_step
+            step = self._origin.evaluation_step(self._terms.evaluates_after)
+        else:
+            step = self.current.evaluation_step
+        # Of the steps that are done again, those before the last one have been evaluated.
+        return step if step == self.step - 1 else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are committed, and evaluated; the last checkpoint may be missing."""
+        return self.step >= self._end_step and self._evaluation_step is None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the nodes of the run are decided: not while a run that is taken up again waits for them."""
+        return self.generation > 0 and self.phase is not Phase.GATHERING
 
     # ---------------------------------------------------------------------------------------------------- gathering
 
@@ -118,6 +152,10 @@ class Course:
         """The agent of a node has joined; return whether that was waited for."""
         return self._absences.remove(node)
 
+    def recall(self, held: messages.Held | None) -> Recalled:
+        """Return what a worker that comes back is good for."""
+        return recall(held, step=self.step, committed=self._committed, valid_since=self._valid_since)
+
     def _give_up_waiting(self) -> None:
         """Nodes have not come back in time."""
         self.gathered(f"nodes {self._absences.take_late(self.now_s)} did not come back")
@@ -126,41 +164,43 @@ class Course:
         """The nodes of the last coordinator are back, or have had their time."""
         self._is_taking_over = False
         ready = {node.node for node in self._roster if node.is_ready}
+        self._awaits_all |= not ready
         missing = [node for node in self._origin.nodes if node not in ready]
         reason = "the coordinator was restarted" + (f"; nodes {missing} did not come back" if missing else "")
         self._incidents.open("coordinator", reason, missing, self.now_s)
-        if missing and self._terms.on_loss is OnLoss.STOP:
+        if missing and self._terms.on_loss is OnLoss.STOP and self._terms.checkpoints is None:
             return self._fail_for(reason, missing[0])
         return self._begin(reason)
 
     def _too_few(self) -> None:
+        if self._waits_for:
+            waited = f"waited {self.now_s - self._phase_since_s:.0f} s for nodes ({self._waits_for})"
+            return self._fail_for(f"{waited}; start more, or raise --wait-minutes")
         ready = [node.node for node in self._roster.ready()]
         what = (
             f"only {len(ready)} of {self._terms.num_nodes} nodes were ready after "
             f"{self.now_s - self._phase_since_s:.0f} s (ready: {ready}, joined: {list(self._roster.ids)}); "
             "start the others, or lower --nodes"
         )
-        self._fail_for(what)
+        return self._fail_for(what)
 
     # -------------------------------------------------------------------------------------------------- generations
 
     def _begin(self, reason: str, proposal: Proposal | None = None) -> None:
         """Begin the next generation if there are nodes enough; else wait for more."""
-        if not self.generation and len(self._roster.ready()) < self._terms.num_nodes:
+        if self._awaits_all and len(self._roster.ready()) < self._terms.num_nodes:
             return None
-        if self.step >= self._terms.steps and self._evaluation_step is None:
+        self._awaits_all = False
+        if self.is_done and not self._restores.is_due and not self._saving.wants_last(self.step - 1):
             return self._stop_done()
-        if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
+        if self._misses_layers(reason):
             return None
         try:
             proposal = proposal or self._prospects.propose(self.current.plan if self.current else self._origin.plan)
         except PlanError as error:
-            return self._without_plan(reason, str(error))
-        if self.current is None:  # of a run whose coordinator died
-            if self._misses_layers(proposal.plan.num_layers, reason):
-                return None
-            if self.generation and self.step < self._terms.steps:
-                self._incidents.redo(proposal.plan.num_microbatches)
+            return self._without_plan(reason, error)
+        if self.current is None and self.generation and self._restores.point is None and not self.is_done:
+            self._incidents.redo(proposal.plan.num_microbatches)  # of a run whose coordinator died
         self.current = current = Generation(
             self.generation + 1,
             proposal,
@@ -168,6 +208,7 @@ class Course:
             leaving=[node.node for node in self._roster.leaving()],
             first_step=self.step,
             evaluation_step=self._evaluation_step,
+            restore=self._restores.point,
             now_s=self.now_s,
         )
         for node in self._roster.leaving():
@@ -178,37 +219,108 @@ class Course:
         self._enter(Phase.MEETING)
         return self._start_fabric(current)
 
-    def _without_plan(self, reason: str, error: str) -> None:
+    def _without_plan(self, reason: str, error: PlanError) -> None:
         """There is no plan for the nodes that stay: wait for others, but keep nobody who is to leave."""
         if self._terms.on_loss is OnLoss.STOP:
-            return self._fail_for(error)
+            return self._fail_for(str(error))
         for node in self._roster.leaving():
             self._roster.release(node)
         if why := self._roster.why_nobody_can_come():
             return self._fail_for(f"no node is left, and none can come: {why} (the last: {reason})")
-        if self.current is not None and self._misses_layers(self.current.plan.num_layers, reason):
+        if self._misses_layers(reason):
             return None
-        if self.phase is Phase.GATHERING:
-            return None
-        self._out.write(events.Gathering(reason=f"{reason}; {error}"))
-        return self._enter(Phase.GATHERING)
+        more = f"; {error.num_needed - error.num_nodes} more needed" if isinstance(error, NotEnoughNodes) else ""
+        point = self._restores.point
+        then = f", then it goes on from the checkpoint of step {point.step}" if point else ""
+        return self._wait(f"{error}{more}{then}", reason)
 
-    def _misses_layers(self, num_layers: int, reason: str) -> bool:
-        """End the run if a layer's state is lost; wait first for nodes that may bring it back.
+    def _wait(self, what: str, reason: str) -> None:
+        """Wait for nodes."""
+        if self.phase is not Phase.GATHERING:
+            self._enter(Phase.GATHERING)
+        if what != self._waits_for:
+            self._waits_for = what
+            self._out.write(events.Gathering(reason=f"{reason}; {what}"))
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def _misses_layers(self, reason: str) -> bool:
+        """Go back to a checkpoint if a layer's state is lost; wait first for nodes that may bring it back.
 
         Before the first commit, any node can make the state of any layer.
         """
-        lost = self._prospects.lost_layers(num_layers)
-        if self.committed is None or not lost:
-            return False
-        what = f"no live node has the state of layers {lost} after step {self.step - 1} any more"
-        away = self._absences.at(self.now_s)
-        if not away:
-            self._fail_for(f"{what}, and there is no checkpoint ({reason})")
-        elif self.phase is not Phase.GATHERING:
-            self._out.write(events.Gathering(reason=f"{what}, but nodes {away} may come back with it ({reason})"))
+        restores = self._restores
+        if restores.is_looking or restores.point is not None:
+            return restores.is_looking
+        if not restores.is_due:
+            lost = self._prospects.lost_layers(self._terms.num_layers)
+            if not self.step or not lost:
+                return False
+            self._what_is_lost = f"no live node has the state of layers {lost} after step {self.step - 1} any more"
+            if away := self._absences.at(self.now_s):
+                self._wait(f"{self._what_is_lost}, but nodes {away} may come back with it", reason)
+                return True
+            if why := restores.lose(self.step, reason):
+                self._fail_for(f"{self._what_is_lost}, and {why}")
+                return True
+        if self._terms.checkpoints is None:
+            self._fail_for(f"{self._what_is_lost}, and there is no checkpoint ({reason})")
+            return True
+        if self.phase is not Phase.GATHERING:
             self._enter(Phase.GATHERING)
+        restores.look(self.step, reason, self.now_s)
         return True
+
+    def found(self, given: CheckpointFound) -> None:
+        """The checkpoint to go on from is known, or that there is none."""
+        restores, step = self._restores, self.step
+        if not restores.is_looking or self.is_over:
+            return self._out.ignore("a checkpoint that nobody looks for any more")
+        if why := restores.take(given, step=step, generation=self.generation + 1):
+            return self._fail_for(f"{self._what_is_lost}, and {why}")
+        if (point := restores.point) is None:
+            return self._begin("there is no older checkpoint")
+        self._incidents.go_back(max(step - point.next_step, 0))
+        self._attempts.clear()
+        self._committed, self._valid_since = None, self.generation + 1
+        for node in self._roster:
+            node.holds = ()
+        if point.next_step >= self._terms.steps:
+            self._saving.settle(point.step)
+        return self._begin(f"going back to the checkpoint of step {point.step}")
+
+    def restore_failed(self, node: Node, message: messages.RestoreFailed) -> None:
+        """A node cannot use the checkpoint: try the next older one."""
+        current = self.current
+        if current is None or self.phase is not Phase.PREPARING or message.generation != current.number:
+            return self._out.ignore(
+                f"node {node.node}: RestoreFailed of generation {message.generation}, which is over"
+            )
+        what = f"node {node.node} cannot restore: {message.reason}"
+        self._out.write(events.Damaged(what=what))
+        self._restores.fail()
+        return self.regroup(what)
+
+    def saving(self, given: messages.Saved | messages.NotSaved | CheckpointCommitted | CheckpointFailed) -> None:
+        """A checkpoint gets on, or comes to nothing."""
+        if isinstance(given, CheckpointCommitted | CheckpointFailed):
+            self._saving.conclude(given, self.now_s)
+        else:
+            self._saving.take(given)
+        self._end_if_saved()
+
+    def look_after_saving(self) -> None:
+        """Give a checkpoint up whose writers are not there any more."""
+        if not self.is_over and self._saving.look():
+            self._end_if_saved()
+
+    def _saving_overdue(self) -> None:
+        self._saving.overdue()
+        self._end_if_saved()
+
+    def _end_if_saved(self) -> None:
+        if self.current is not None and self.phase is Phase.RUNNING:
+            self._stop_if_done(self.current)
 
     def _start_fabric(self, current: Generation) -> None:
         """Have the fabric of a generation started, one at a time: generations may follow each other quickly."""
@@ -273,7 +385,9 @@ class Course:
         # From here on the workers have the state of their layers, and what any other node has falls behind.
         for node in self._roster:
             node.holds = current.plan.layers_of(node.node)
+        self._restores.end()
         self._send_to_members(messages.Run(generation=current.number, step=current.step))
+        self._stop_if_done(current)
 
     def running(self, node: Node, message: messages.Waiting | messages.Vote | messages.Evaluated) -> None:
         """A member has something to say of a step."""
@@ -289,7 +403,7 @@ class Course:
                     self._stop_if_done(current)
             case messages.Waiting() if message.step == current.step:
                 current.add_waiting(message, self.now_s)
-            case messages.Vote() if message.step == current.step < self._terms.steps and current.has_vote(message.node):
+            case messages.Vote() if message.step == current.step < self._end_step and current.has_vote(message.node):
                 self._incidents.redone(message)
                 match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
                     case Decision() as decision:
@@ -307,14 +421,21 @@ class Course:
         """The step counts: write that down, and only then tell."""
         step = current.step
         evaluates = self._terms.evaluates_after(step)
-        self.committed = current.commit(decision, evaluates=evaluates, now_s=self.now_s)
-        self._out.write(self.committed)
-        self._send_to_members(messages.Commit(generation=current.number, step=step, global_norm=decision.global_norm))
+        self._committed = current.commit(decision, evaluates=evaluates, now_s=self.now_s)
+        self._out.write(self._committed)
+        commit = messages.Commit(
+            generation=current.number,
+            step=step,
+            global_norm=decision.global_norm,
+            is_last=current.step >= self._end_step,
+        )
+        self._send_to_members(commit)
         for node in self._roster:
             if not node.takes_part:
                 node.holds = ()  # one that came back with its worker, and now falls behind
         self._attempts.clear()
-        self._close_incidents(current, step, first_step_s=self.committed.step_time_s)
+        self._saving.after_commit(current, self.now_s)
+        self._close_incidents(current, step, first_step_s=self._committed.step_time_s)
         if not self._stop_if_done(current) and self._terms.on_loss is OnLoss.REGROUP:
             self._change_at_boundary(current)
 
@@ -356,6 +477,8 @@ class Course:
             self._attempts.add(reason, is_blameless=is_blameless)
             if why := self._attempts.why_give_up(current.step, self._terms.limits):
                 return self._fail_for(why)
+            if len(self._attempts) >= self._terms.limits.max_restore_attempts and (why := self._restores.doubt(reason)):
+                return self._fail_for(why)
             if self.phase is Phase.RUNNING and current.step < self._terms.steps:
                 self._incidents.redo(current.plan.num_microbatches)
         return self.regroup(reason)
@@ -363,14 +486,27 @@ class Course:
     # ------------------------------------------------------------------------------------------------------- ending
 
     def _stop_if_done(self, current: Generation) -> bool:
-        if current.step < self._terms.steps or current.evaluation_step is not None:
+        """If nothing is left to do but to save: save, or end the run. Return whether that is so."""
+        if not self.is_done:
             return False
-        self._close_incidents(current, current.step - 1, first_step_s=0.0)
-        self._stop_done()
+        if self._saving.at_end(current, self.now_s):
+            self._close_incidents(current, current.step - 1, first_step_s=0.0)
+            self._stop_done()
         return True
 
+    def interrupt(self, given: Interrupted) -> None:
+        """End the run early: after this step and a checkpoint of it, if there are checkpoints at all, or at once."""
+        if self.phase is Phase.RUNNING and self._interruption is None and self._saving.wants_last(self.step):
+            self._interruption = given, self.now_s + self._terms.limits.last_words_s
+            self._end_step = min(self.step + 1, self._end_step)
+        else:
+            self.stop(given.reason, exit_code=given.exit_code, node=None)
+
     def _stop_done(self) -> None:
-        self.stop(f"all {self.step} steps are done", exit_code=0, node=None)
+        if self._interruption is not None and self.step < self._terms.steps:
+            given, _ = self._interruption
+            return self.stop(given.reason, exit_code=given.exit_code, node=None)
+        return self.stop(f"all {self.step} steps are done", exit_code=0, node=None)
 
     def fail(self, cause: Cause) -> None:
         """End the run for a cause."""
@@ -406,9 +542,17 @@ class Course:
     def deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
         """Yield the waits of the run as a whole: when each ends, and what happens then."""
         limits = self._terms.limits
+        if self._interruption is not None and not self.is_over:
+            given, until_s = self._interruption
+            yield until_s, partial(self.stop, given.reason, exit_code=given.exit_code, node=None)
+        if self._saving.deadline_s is not None and not self.is_over:
+            yield self._saving.deadline_s, self._saving_overdue
         match self.phase:
+            case Phase.GATHERING if self._restores.is_looking:
+                nothing = CheckpointFound(point=None, damaged=(f"no answer within {limits.find_s:.0f} s",))
+                yield self._restores.look_until_s, partial(self.found, nothing)
             case Phase.GATHERING:
-                yield self._phase_since_s + limits.gather_s, self._too_few
+                yield self._phase_since_s + (limits.wait_s if self._waits_for else limits.gather_s), self._too_few
                 if self._absences.next_s is not None:
                     yield self._absences.next_s, self._give_up_waiting
             case Phase.MEETING:
@@ -427,7 +571,7 @@ class Course:
 
     def _enter(self, phase: Phase) -> None:
         assert phase in NEXT[self.phase], (self.phase, phase)
-        self.phase, self._phase_since_s = phase, self.now_s
+        self.phase, self._phase_since_s, self._waits_for = phase, self.now_s, ""
 
     def _send_to_members(self, message: messages.ToNode) -> None:
         for node in self.members():

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import NewType, TypeAlias
 
 from oobleck_jax import events
+from oobleck_jax.checkpoint.manifest import GroupRecord
 from oobleck_jax.elastic import messages
 from oobleck_jax.planning.plan import NodeId
 
@@ -52,6 +53,33 @@ class FabricFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCommitted:
+    """A checkpoint counts from now on."""
+
+    generation: int
+    step: int
+    num_bytes: int
+    removed: tuple[str, ...]  # folders of older ones
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFailed:
+    """A checkpoint whose parts are written does not count nevertheless."""
+
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFound:
+    """The answer to FindCheckpoint."""
+
+    point: messages.RestorePoint | None  # None: there is none
+    damaged: tuple[str, ...] = ()  # newer ones that cannot be used, and why
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Interrupted:
     """The user, or the system, wants the run to end."""
 
@@ -79,7 +107,18 @@ class Tick:
     """Nothing happened but that time went by."""
 
 
-Input: TypeAlias = Received | Disconnected | FabricStarted | FabricFailed | Interrupted | Asked | Tick
+Input: TypeAlias = (
+    Received
+    | Disconnected
+    | FabricStarted
+    | FabricFailed
+    | CheckpointCommitted
+    | CheckpointFailed
+    | CheckpointFound
+    | Interrupted
+    | Asked
+    | Tick
+)
 
 
 # ------------------------------------------------------------------------------------------------------ effects
@@ -109,6 +148,31 @@ class StartFabric:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CommitCheckpoint:
+    """Let a checkpoint count, all parts of which are written; answer with CheckpointCommitted or CheckpointFailed."""
+
+    generation: int
+    step: int
+    groups: dict[str, GroupRecord]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CleanCheckpoints:
+    """Remove what was left half written, but for the checkpoint that is being written now."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FindCheckpoint:
+    """Look for the newest checkpoint that is intact; answer with CheckpointFound."""
+
+    excluded: frozenset[str]  # folders
+    end_step: int | None  # those that contain this step, or a later one, do not count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
     """Write a record where it belongs, and show it."""
 
@@ -131,4 +195,6 @@ class Finish:
     node: NodeId | None  # to blame, where there is one
 
 
-Effect: TypeAlias = Send | Close | StartFabric | Write | Ignored | Finish
+Effect: TypeAlias = (
+    Send | Close | StartFabric | CommitCheckpoint | CleanCheckpoints | FindCheckpoint | Write | Ignored | Finish
+)

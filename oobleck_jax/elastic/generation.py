@@ -53,6 +53,7 @@ class Generation:
         first_step: int,
         evaluation_step: int | None,
         now_s: float,
+        restore: messages.RestorePoint | None = None,
     ) -> None:
         """Begin.
 
@@ -61,6 +62,7 @@ class Generation:
             leaving: nodes outside the plan that are still there.
             first_step: the step to begin with.
             evaluation_step: the committed step whose evaluation comes first, if there is one.
+            restore: where the state of every layer comes from; None: from those that hold it.
         """
         self.number = number
         self.proposal = proposal
@@ -72,6 +74,7 @@ class Generation:
         sources = [node for node in leaving if lacked.intersection(holdings.get(node, ()))]
         self.members = tuple(sorted([*plan.nodes, *sources]))
         self.step = first_step
+        self._restore = restore
         self._began_s = now_s
         self._prepared: dict[NodeId, messages.Prepared] = {}
         self._votes: dict[NodeId, messages.Vote] = {}
@@ -128,6 +131,7 @@ class Generation:
             step=self.step,
             ahead=ahead,
             evaluate_first=self._evaluation is not None,
+            restore=self._restore,
         )
 
     def add_prepared(self, prepared: messages.Prepared) -> bool:

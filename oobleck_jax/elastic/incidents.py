@@ -27,6 +27,7 @@ class _Open:
     plan_s: float = 0.0
     received_bytes: int = 0
     num_redone: int = 0
+    num_redone_steps: int = 0
     num_compilations: int = 0
     slowest: dict[str, float] = field(default_factory=dict[str, float])  # of the last generation, in each phase
 
@@ -65,6 +66,11 @@ class Incidents:
         for incident in self._open.values():
             incident.num_redone += num_microbatches
 
+    def go_back(self, num_steps: int) -> None:
+        """So many committed steps are done again, from a checkpoint on."""
+        for incident in self._open.values():
+            incident.num_redone_steps += num_steps
+
     def begin(self, plan_s: float) -> None:
         """A generation begins."""
         for incident in self._open.values():
@@ -77,7 +83,7 @@ class Incidents:
         for incident in self._open.values():
             incident.received_bytes += prepared.received_bytes
             incident.num_compilations += prepared.num_new_compilations
-            for phase in _PHASES:
+            for phase in (*_PHASES, *({"restore"} & prepared.seconds.keys())):
                 incident.slowest[phase] = max(prepared.seconds.get(phase, 0.0), incident.slowest.get(phase, 0.0))
 
     def redone(self, vote: Vote) -> None:
@@ -100,6 +106,7 @@ class Incidents:
                 received_bytes=incident.received_bytes,
                 num_redone_microbatches=incident.num_redone,
                 num_compilations=incident.num_compilations,
+                num_redone_steps=incident.num_redone_steps,
             )
             for incident in self._open.values()
         )

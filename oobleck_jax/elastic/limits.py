@@ -21,6 +21,10 @@ class Limits:
     stopped_s: float = 3.0  # a worker stays stopped by a signal
     verdict_s: float = 1.0  # a better explanation of a failure comes in
     stop_s: float = 3.0  # all nodes leave when told to stop
+    save_s: float = 600.0  # a checkpoint is written
+    last_words_s: float = 20.0  # the step in progress, and its checkpoint, when the run is interrupted
+    find_s: float = 60.0  # the newest checkpoint is found
+    wait_s: float = 1800.0  # nodes come to a run that has too few
     step_multiple: float = 4.0  # of the usual time, see step_s
     yield_s: float = 0.0  # a new worker that shares cores with others waits for the step that they redo, at most
     backoff_s: float = 2.0  # wait before the second new worker of a node; doubles with each further one
@@ -28,6 +32,11 @@ class Limits:
     max_failures: int = 5  # of a node's workers, before the node is excluded
     max_attempts_per_step: int = 10  # generations that are lost in the same step, before the run ends
     max_blameless_attempts: int = 3  # of them in a row, with nobody to blame
+    max_restore_attempts: int = (
+        3  # generations that are lost while they restore a checkpoint, before an older one is tried
+    )
+    max_restores_per_step: int = 3  # times that a run goes back because of the same step, before it ends
+    max_restores_in_vain: int = 10  # times that it goes back without getting further
 
     def scaled(self, patience: float) -> "Limits":
         """Return the limits, all times multiplied by `patience`; counts stay as they are."""

@@ -14,10 +14,12 @@ A run is a sequence of generations, each with one plan. The phase says what the 
                ... after a restart: old nodes   the same                       -> MEETING    reattach_s
                ... if a layer is lost: nodes    the same                       -> MEETING    reattach_s
                whose connection broke
+               ... the newest checkpoint        Restored, the same             -> MEETING    find_s
+               ... if there are too few: nodes  the same                       -> MEETING    wait_s
     MEETING    FabricStarted                    Begin to the members           -> PREPARING  fabric_s
     PREPARING  Prepared from every member       Run to all of them             -> RUNNING    prepare_s without progress
     RUNNING    a Vote from every worker         write Committed, send Commit   -> RUNNING    step_limit_s
-               ... and, after the last step, its evaluation                    -> STOPPING
+               ... and, after the last step, its evaluation and checkpoint     -> STOPPING   save_s
     STOPPING   every node to leave              Finish                         -> FINISHED   stop_s
     FINISHED   nothing
 
@@ -27,8 +29,9 @@ worker stopped for stopped_s or not ready after ready_s, and it is lost.
 
 What changes the membership, and what follows, if the policy is REGROUP. To *regroup* is to send Abandon to the members,
 plan for the nodes there are, and redo the step in the next generation (-> MEETING); if there is no plan for them, to
-wait for nodes (-> GATHERING); if a layer has lost its last holder, to end the run (-> STOPPING), unless nodes that lost
-their connection a moment ago may bring it back (-> GATHERING).
+wait for nodes (-> GATHERING); if a layer has lost its last holder, to wait for nodes that lost their connection a
+moment ago and may bring it back, then to go back to the newest checkpoint (-> GATHERING), or to end the run if there is
+none (-> STOPPING).
 
     what happens                when                what follows
     a worker is lost            it works            its node -> STARTING, Respawn to its agent; the others regroup
@@ -42,6 +45,7 @@ their connection a moment ago may bring it back (-> GATHERING).
                                 it does neither     Stop to it, at once
     the coordinator died        in its successor    agents join again with their workers: a decision that did not reach
                                                     one is sent again, then Abandon; they regroup
+    the user ends the run       it runs             at the next commit: a checkpoint (saving.py), then -> STOPPING
     a connection was replaced   at any time         as when the agent is lost, and as in a successor
     a person drains a node      at any time         as when the node is to leave
     a person kills a worker     at any time         as when the worker is lost; `Respawn` has the agent kill it
@@ -59,7 +63,8 @@ The properties (numbers of ARCHITECTURE.md), each with a test:
 
     M1  Generations only grow.
     M2  A committed step is never undone and never done twice: a decision is written before it is sent, steps are
-        decided in order, and a generation begins with the step after the last decision.
+        decided in order, and a generation begins with the step after the last decision. Only going back to a
+        checkpoint undoes steps; that is written, too, before anybody hears of it.
     M3  Every change has a reason, which goes into its record.
     M4  Nobody waits without a deadline: with nothing but ticks, the machine comes to FINISHED.
 """
@@ -75,6 +80,9 @@ from oobleck_jax.elastic.blame import Cause, Evidence, Weight, cause_of_exit, ca
 from oobleck_jax.elastic.course import Course
 from oobleck_jax.elastic.effects import (
     Asked,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointFound,
     ConnectionId,
     Disconnected,
     Effect,
@@ -92,7 +100,7 @@ from oobleck_jax.elastic.node import Node, Overdue
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.prospects import Prospects
-from oobleck_jax.elastic.resumption import Resumption, recall
+from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.roster import Roster
 from oobleck_jax.elastic.terms import OnLoss, Terms
 from oobleck_jax.elastic.wishes import why_not
@@ -160,8 +168,12 @@ class Membership:
                 self._disconnected(given)
             case FabricStarted() | FabricFailed():
                 self._course.fabric(given)
+            case CheckpointCommitted() | CheckpointFailed():
+                self._course.saving(given)
+            case CheckpointFound():
+                self._course.found(given)
             case Interrupted():
-                self._course.stop(given.reason, exit_code=given.exit_code, node=None)
+                self._course.interrupt(given)
             case Asked():
                 self._asked(given)
             case Tick():
@@ -169,6 +181,7 @@ class Membership:
         # What has come in is looked at first: a vote that is in beats a deadline that has passed.
         while due := [(when_s, act) for when_s, act in self._deadlines() if when_s <= now_s]:
             min(due, key=lambda item: item[0])[1]()
+        self._course.look_after_saving()
         return self._out.take()
 
     def why_not(self, asked: Asked) -> str | None:
@@ -206,6 +219,10 @@ class Membership:
                 self._out.write(events.CompiledAhead(node=node.node, done=message.done, total=message.total))
             case messages.Progress() | messages.Prepared():
                 self._course.preparing(node, message)
+            case messages.RestoreFailed():
+                self._course.restore_failed(node, message)
+            case messages.Saved() | messages.NotSaved():
+                self._course.saving(message)
             case messages.Waiting() | messages.Vote() | messages.Evaluated():
                 self._course.running(node, message)
         return None
@@ -215,7 +232,7 @@ class Membership:
     def _join(self, connection: ConnectionId, join: messages.Join) -> None:
         old = self._roster.get(join.node)
         node = self._roster.admit(
-            connection, join, has_begun=self._course.generation > 0, is_over=self._course.is_over, now_s=self._now_s
+            connection, join, has_begun=self._course.has_begun, is_over=self._course.is_over, now_s=self._now_s
         )
         if node is None:
             return None
@@ -225,7 +242,7 @@ class Membership:
         if join.worker is None:
             return self._course.gathered(f"node {node.node} came back without its worker") if was_away else None
         # It comes back with its worker, which may be in the middle of a step that nobody else is in any more.
-        recalled = recall(join.held, self._course.committed)
+        recalled = self._course.recall(join.held)
         node.holds = recalled.holds
         if recalled.commit is not None:
             self._out.send(connection, recalled.commit)
@@ -375,7 +392,7 @@ class Membership:
             yield overdue.when_s, partial(self._overdue, node, overdue)
         if self._evidence.since_s is not None:
             yield self._evidence.since_s + limits.verdict_s, self._pass_verdict
-        elif current is not None and self._course.phase is Phase.RUNNING:
+        elif current is not None and self._course.phase is Phase.RUNNING and not self._course.is_done:
             yield current.overdue_s(limits), partial(self._no_progress, current)
 
     def _overdue(self, node: Node, overdue: Overdue) -> None:

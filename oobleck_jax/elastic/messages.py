@@ -16,8 +16,11 @@ A run is a sequence of generations. In each, in this order:
     worker:      Waiting* Vote(generation, step)      its gradients are summed; it waits
     coordinator: Commit(generation, step)             the step counts; the worker updates and begins the next
     worker:      Evaluated(generation, step)          after a commit that an evaluation follows, from last stages
+    coordinator: SaveCheckpoint(generation, step)     after a commit, now and then; steps go on meanwhile
+    worker:      Saved(generation, step) | NotSaved   what it was elected for is on disk, or cannot be written
     coordinator: Abandon(generation) | Stop
 
+If the run goes back to a checkpoint, `Begin.restore` says to which; a worker that cannot read it says `RestoreFailed`.
 When a worker is lost but its agent lives, the coordinator sends `Respawn`, and the new incarnation says `WorkerReady`.
 When the coordinator is lost, the agents keep their workers and join its successor with `Join.worker` and `Join.held`.
 A node that is to leave (SIGTERM) says `Leaving` and gets its `Stop` once the others do without it.
@@ -27,6 +30,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from oobleck_jax.checkpoint.manifest import GroupRecord
 from oobleck_jax.planning.plan import NodeId, Plan, Stage
 
 
@@ -172,6 +176,33 @@ class Evaluated(Message, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class Saved(Message, frozen=True, kw_only=True):
+    """The part of a checkpoint that a worker was elected for is on disk."""
+
+    node: NodeId
+    generation: int
+    step: int
+    groups: dict[str, GroupRecord]
+    seconds: dict[str, float]  # copy, write
+
+
+class NotSaved(Message, frozen=True, kw_only=True):
+    """A worker cannot write its part of a checkpoint, and why."""
+
+    node: NodeId
+    generation: int
+    step: int
+    reason: str
+
+
+class RestoreFailed(Message, frozen=True, kw_only=True):
+    """A worker cannot restore the checkpoint of `Begin.restore`, and why: it waits for `Abandon`."""
+
+    node: NodeId
+    generation: int
+    reason: str
+
+
 class Failed(Message, frozen=True, kw_only=True):
     """A worker cannot go on. It exits after this, or, where this is collateral, waits for `Abandon` or `Stop`."""
 
@@ -199,6 +230,9 @@ ToCoordinator: TypeAlias = (
     | Waiting
     | Vote
     | Evaluated
+    | Saved
+    | NotSaved
+    | RestoreFailed
     | Failed
 )
 
@@ -232,6 +266,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     holds: tuple[int, ...] = ()  # layers whose state after step - 1 it has; keep it until `Run`
 
 
+class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint to go on from."""
+
+    folder: str
+    step: int  # the last one that it contains
+
+    @property
+    def next_step(self) -> int:
+        return self.step + 1
+
+
 class Begin(Message, frozen=True, kw_only=True):
     """Lay out this plan and make its fabric."""
 
@@ -242,6 +287,7 @@ class Begin(Message, frozen=True, kw_only=True):
     step: int  # first step to run; parameters are those after step - 1
     ahead: tuple[Stage, ...] = ()  # stages that later plans may need: compile them while training, in this order
     evaluate_first: bool = False  # the evaluation after step - 1 was cut short: do it before the step
+    restore: RestorePoint | None = None  # take every state from here: nobody holds any
 
 
 class Run(Message, frozen=True, kw_only=True):
@@ -257,6 +303,15 @@ class Commit(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     global_norm: float
+    is_last: bool = False  # there is no next step
+
+
+class SaveCheckpoint(Message, frozen=True, kw_only=True):
+    """Write the states after this step. Who writes what follows from the generation's plan, on every node alike."""
+
+    generation: int
+    step: int
+    folder: str
 
 
 class Respawn(Message, frozen=True, kw_only=True):
@@ -282,7 +337,7 @@ class Stop(Message, frozen=True, kw_only=True):
     exit_code: int = 0  # of the whole run
 
 
-ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | Respawn | Abandon | Stop
+ToNode: TypeAlias = Welcome | Refused | Begin | Run | Commit | SaveCheckpoint | Respawn | Abandon | Stop
 
 
 _encoder = msgspec.json.Encoder()

@@ -31,6 +31,23 @@ Replan: TypeAlias = Callable[[tuple[NodeId, ...], Mapping[NodeId, tuple[int, ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """When checkpoints are written, and where.
+
+    Attributes:
+        folder: of the checkpoint of a step and generation. Pure.
+        every_steps: steps from one to the next; None: steps do not decide.
+        every_s: seconds from one to the next; None: time does not decide.
+        at_end: whether the last step has one.
+    """
+
+    folder: Callable[[int, int], str]
+    every_steps: int | None = None
+    every_s: float | None = None
+    at_end: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """The terms of a run.
 
@@ -41,6 +58,7 @@ class Terms:
         num_nodes: nodes to wait for at the start.
         max_nodes: the most there can be; None: as many as at the start.
         num_devices: of each node.
+        num_layers: of the model.
         steps: optimizer steps to commit.
         tokens_per_step: tokens that the votes of a step must cover.
         evaluates_after: whether an evaluation follows the commit of a step.
@@ -51,6 +69,7 @@ class Terms:
         faults_of: what is to go wrong on purpose with the first worker of a node.
         on_loss: what to do when a node is lost.
         limits: how long each wait may last.
+        checkpoints: what is written; None: nothing, and there is nothing to go back to.
     """
 
     config_json: str
@@ -58,6 +77,7 @@ class Terms:
     versions: Mapping[str, str]
     num_nodes: int
     num_devices: int
+    num_layers: int
     steps: int
     tokens_per_step: int
     evaluates_after: Callable[[int], bool]
@@ -69,6 +89,7 @@ class Terms:
     faults_of: Callable[[NodeId], tuple[str, ...]] = lambda node: ()
     on_loss: OnLoss = OnLoss.STOP
     limits: Limits = field(default_factory=Limits)
+    checkpoints: Checkpoints | None = None
 
     @property
     def most_nodes(self) -> int:

@@ -17,7 +17,9 @@ what it holds is freed then.
 """
 
 import gc
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -287,3 +289,11 @@ class _Task:
         if self._error is not None:
             raise_transport_error(self._error, what=self._what)
         return self._result
+
+
+def keep_gloo_quiet() -> None:
+    """Drop what C++ prints to standard output: Gloo's lines for each meeting. What Python prints goes into the log."""
+    sys.stdout = sys.stderr
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -10,8 +10,8 @@ Shapes: B microbatch, T sequence.
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from oobleck_jax.execution.fabric import Fabric
 from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
-from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
+from oobleck_jax.execution.layer_functions import LayerFunctions, Params, input_specs
 from oobleck_jax.execution.layout import LocalStage, NodeLayout, buckets_of, groups_of, layout_of, spans_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
@@ -43,6 +43,9 @@ from oobleck_jax.planning.reconfigure import State, copies_of
 
 
 logger = logging.getLogger(__name__)
+
+ReadState: TypeAlias = Callable[[str, GroupState], GroupState]
+"""Reads the state of a group, given its name and what it looks like."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,7 @@ class Preparation:
 
     num_compilations: int  # programs that were not ready, with the small ones that JAX compiles unasked
     received_bytes: int  # of layer states
-    seconds: dict[str, float]  # compile, copy
+    seconds: dict[str, float]  # compile, copy; restore, where there is a checkpoint to restore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,7 @@ class NodeTrainer:
 
     Attributes:
         home: its devices and programs.
+        groups: whose states there are.
     """
 
     def __init__(
@@ -105,7 +109,13 @@ class NodeTrainer:
         link: Link,
         at_moment: AtMoment = lambda moment, step: None,
         recorder: Recorder | None = None,
+        pretrained: Callable[[str], Params] | None = None,
     ) -> None:
+        """Begin without any state.
+
+        Args:
+            pretrained: parameters of each group before the first step; None: random ones.
+        """
         self.home = home
         self._at_moment = at_moment
         self._recorder = recorder or NoRecorder()
@@ -117,6 +127,12 @@ class NodeTrainer:
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
         self._groups = groups_of(model)
+        self._pretrained = pretrained
+        self.groups = tuple(
+            State(name=group.name, layers=group.layers, num_bytes=self._builder.sizes[group.name])
+            for group in self._groups
+            if self._builder.sizes[group.name]
+        )
         tokens_BT = jax.ShapeDtypeStruct(self._microbatch.shape, jnp.int32)
         self._x_specs = input_specs(model.layers, self._functions, tokens_BT)
         self._stages: dict[int, StageRuntime] = {}  # of the current generation
@@ -128,7 +144,12 @@ class NodeTrainer:
     # -- a generation
 
     def prepare(
-        self, generation: Generation, *, progress: Callable[[str, int, int], None], patience: Patience
+        self,
+        generation: Generation,
+        *,
+        progress: Callable[[str, int, int], None],
+        patience: Patience,
+        restore: ReadState | None = None,
     ) -> Preparation:
         """Lay out the node's stages: compile their programs, and get the state of their layers.
 
@@ -138,9 +159,11 @@ class NodeTrainer:
 
         Args:
             progress: told (phase, done, total) as the work goes on.
+            restore: reads states from a checkpoint; None: they come from nodes, or are those before the first step.
 
         Raises:
             Abandoned, PeerLost, Stalled, StateDamaged: a state does not come.
+            CheckpointDamaged: a state cannot be restored.
         """
         began_s, num_compilations_before = time.monotonic(), num_compilations()
         self._watch.start()
@@ -151,7 +174,7 @@ class NodeTrainer:
         layout = layout_of(self._model, generation.plan, generation.node)
         self._stages = self._make_stages(layout)
         transfer = self._transfer(generation)
-        transfer.offer(self._held_states(transfer.outgoing))
+        transfer.offer(self.held_states(transfer.outgoing))
         calls = {key: call for stage in self._stages.values() for key, call in self._compilations(stage).items()}
         missing = [key for key in calls if key not in self._compiled]
         for done, key in enumerate(missing):
@@ -165,8 +188,9 @@ class NodeTrainer:
         compiled_s = time.monotonic()
         self._watch.lap(Activity.COMPILE, generation.step)
         received = transfer.receive({name: self._builder.state_shapes(name) for name in transfer.incoming}, patience)
-        self._load(received)
         copied_s = time.monotonic()
+        self._load(received, self._initial if restore is None else restore, progress)
+        loaded_s = time.monotonic()
         self._watch.lap(Activity.COPY, generation.step)
         if generation.number > 1 and (names := compiled_since(num_compilations_before)):
             logger.warning("generation %d waited for the compilation of %s", generation.number, ", ".join(names))
@@ -184,7 +208,11 @@ class NodeTrainer:
         return Preparation(
             num_compilations=num_compilations() - num_compilations_before,
             received_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(received)),
-            seconds={"compile": compiled_s - began_s, "copy": copied_s - compiled_s},
+            seconds={
+                "compile": compiled_s - began_s,
+                "copy": (copied_s if restore else loaded_s) - compiled_s,
+                **({"restore": loaded_s - copied_s} if restore else {}),
+            },
         )
 
     def compile_ahead(self, stages: Iterable[Stage], *, rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
@@ -229,13 +257,8 @@ class NodeTrainer:
             stage.forget_step()
 
     def _transfer(self, generation: Generation) -> StateTransfer:
-        states = [
-            State(name=group.name, layers=group.layers, num_bytes=self._builder.sizes[group.name])
-            for group in self._groups
-            if self._builder.sizes[group.name]
-        ]
         held = {node: frozenset(layers) for node, layers in generation.holdings.items()}
-        copies = copies_of(generation.plan, held, states)
+        copies = copies_of(generation.plan, held, self.groups)
         return StateTransfer(
             copies,
             node=generation.node,
@@ -247,25 +270,34 @@ class NodeTrainer:
             device=self.home.devices[0],
         )
 
-    def _held_states(self, names: Iterable[str]) -> dict[str, GroupState]:
+    def held_states(self, names: Iterable[str]) -> dict[str, GroupState]:
+        """Return those states, after the last commit, that the node has; the next commit invalidates them."""
         wanted = set(names)
         states: dict[str, GroupState] = {}
         for stage in self._held.values():
             states |= stage.states(wanted)
         return states
 
-    def _load(self, received: Mapping[str, GroupState]) -> None:
-        """Fill the prepared stages: with what was held, else received, else (before the first step) made anew."""
+    def _load(
+        self, received: Mapping[str, GroupState], read: ReadState, progress: Callable[[str, int, int], None]
+    ) -> None:
+        """Fill the prepared stages: with what was held, else received, else read."""
         for stage in self._stages.values():
             for held in self._held.values():
                 stage.adopt(held)
         missing = {name for stage in self._stages.values() for name in stage.missing}
-        states = self._held_states(missing) | dict(received)
-        for name in sorted(missing - states.keys()):
-            assert self._generation.step == 0, f"nobody holds {name} after step {self._generation.step - 1}"
-            states[name] = self._builder.initial(name, self._config.seed)
+        states = self.held_states(missing) | dict(received)
+        unread = sorted(missing - states.keys())
+        for done, name in enumerate(unread):
+            progress("load", done, len(unread))
+            states[name] = read(name, self._builder.state_shapes(name))
         for stage in self._stages.values():
             stage.load(states)
+
+    def _initial(self, name: str, shapes: GroupState) -> GroupState:
+        assert self._generation.step == 0, f"nobody holds {name} after step {self._generation.step - 1}"
+        state = self._builder.initial(name, self._config.seed)
+        return state if self._pretrained is None else replace(state, params=self._pretrained(name))
 
     def fabric_sums(self, generation: Generation) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Return (ranks, length) of every sum that the nodes of a generation ask the fabric for, in one order."""
@@ -349,7 +381,7 @@ class NodeTrainer:
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of parameters and optimizer state of every group that the node holds."""
-        states = self._held_states(name for stage in self._held.values() for name in stage.groups)
+        states = self.held_states(name for stage in self._held.values() for name in stage.groups)
         return {name: checksum_of(jax.tree.leaves(state)) for name, state in states.items()}
 
     def states(self) -> dict[str, GroupState]:

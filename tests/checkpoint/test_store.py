@@ -41,9 +41,13 @@ def test_the_newest_is_the_last_step_of_the_last_generation(store: CheckpointSto
         save(store, step=step, generation=generation)
     found = [(item.manifest.step, item.manifest.generation) for item in store.find().checkpoints]
     assert found == [(2, 3), (10, 2), (10, 1), (9, 1)]
-    at_9, _ = store.newest(step=9)
-    assert at_9 is not None
-    assert at_9.manifest.next_step == 10
+    before_10, _ = store.newest(end_step=10)
+    assert before_10 is not None
+    assert before_10.manifest.next_step == 3
+    older, _ = store.newest(end_step=10, excluded=[str(before_10.folder)])
+    assert older is not None
+    assert older.manifest.next_step == 10
+    assert store.last_generation() == 3
 
 
 @pytest.mark.parametrize("harm", ["truncate", "remove", "extend"])

@@ -1,5 +1,6 @@
 """Checkpoints of a real model: every group, with the optimizer state as optax makes it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,9 +9,10 @@ import pytest
 
 from models.presets import load_preset
 from oobleck_jax.checkpoint.election import elect_writers
+from oobleck_jax.checkpoint.named_arrays import named_arrays
 from oobleck_jax.checkpoint.reader import read_state
 from oobleck_jax.checkpoint.store import CheckpointStore
-from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written
+from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written, write_group
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.layer_functions import LayerFunctions
 from oobleck_jax.execution.layout import groups_of
@@ -18,7 +20,7 @@ from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.reconfigure import State
 from tests.checkpoint.checkpoints import manifest
-from tests.execution.thread_cluster import plan_of
+from tests.execution.thread_cluster import plan_of, run_cluster, run_generations
 
 
 CONFIG = load_preset("gpt-test")
@@ -56,6 +58,35 @@ def test_what_several_nodes_write_any_node_reads_T3(builder: StateBuilder, tmp_p
         restored = read_state(checkpoint, group, builder.state_shapes(group))
         assert jax.tree.structure(restored) == jax.tree.structure(expected)
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, expected)))
+
+
+def test_a_checkpoint_of_four_nodes_goes_on_on_any_number_T2(tmp_path: Path) -> None:
+    """Three steps on four nodes, a checkpoint, and two more steps elsewhere: the same losses as in one go."""
+    four = plan_of(([2, 4], 4), ([3, 3], 4))
+    config = replace(CONFIG, eval_every=0)
+    undisturbed = run_cluster(config, four, steps=5)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saved = run_cluster(config, four, steps=3)
+    folder = store.folder(step=2, generation=1)
+    states = {name: state for node in four.nodes for name, state in saved.states[node].items()}
+    records = {name: write_group(folder, name, named_arrays(state)) for name, state in states.items()}
+    checkpoint = store.commit(manifest(records, step=2, generation=1))
+
+    def read(group: str, shapes: GroupState) -> GroupState:
+        return read_state(checkpoint, group, shapes)
+
+    plans = [
+        plan_of(([6], 8)),
+        plan_of(([3, 3], 8)),
+        plan_of(([2, 2, 2], 8)),
+        plan_of(([2, 4], 4), ([3, 3], 4)),
+        plan_of(([2, 2, 2], 5), ([3, 3], 3)),
+    ]
+    for plan in plans:
+        run = run_generations(config, [(plan, 2)], restored=(read, 3))
+        assert run.losses == pytest.approx(undisturbed.losses[3:], rel=1e-6)
+        if plan == four:
+            assert run.losses == undisturbed.losses[3:]
 
 
 def _moved(state: GroupState) -> GroupState:

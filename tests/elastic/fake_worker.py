@@ -5,7 +5,7 @@
 FAULT is one of raise, exit, kill (the others say at once that they lost their peer), hang (never votes; the others say
 that they wait for it), discord (a wrong checksum) and nan. Only a node's first worker has it. All workers invent the
 same numbers for the same step, whatever the plan. Evaluations are reported after every step; the coordinator takes
-those that it asked for.
+those that it asked for. Their checkpoints have a manifest, and nothing else.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.lifeline import hold
@@ -72,6 +73,8 @@ class Worker:
                 case messages.Commit() as commit:
                     self.evaluate(commit.step)
                     self.work(commit.step + 1)
+                case messages.SaveCheckpoint() as save:
+                    self.save(save)
                 case messages.Stop():
                     print("stopped", flush=True)
                     return
@@ -141,6 +144,12 @@ class Worker:
                 seconds={"compute": self.step_s},
             )
         )
+
+    def save(self, save: messages.SaveCheckpoint) -> None:
+        """Write a checkpoint of nothing."""
+        Path(save.folder).mkdir(parents=True, exist_ok=True)
+        saved = messages.Saved(node=self.node, generation=save.generation, step=save.step, groups={}, seconds={})
+        self.send(saved)
 
     def evaluate(self, step: int) -> None:
         if self.num_tokens:

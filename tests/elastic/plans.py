@@ -57,6 +57,7 @@ def terms(**changes: Any) -> Terms:
         "versions": {"jax": "0.10"},
         "num_nodes": 3,
         "num_devices": 1,
+        "num_layers": NUM_LAYERS,
         "steps": 5,
         "tokens_per_step": NUM_MICROBATCHES * TOKENS_PER_MICROBATCH,
         "evaluates_after": lambda step: False,

@@ -7,9 +7,13 @@ from typing import Any, TypeVar
 from oobleck_jax import events
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.effects import (
+    CheckpointCommitted,
+    CheckpointFound,
+    CommitCheckpoint,
     ConnectionId,
     Effect,
     FabricStarted,
+    FindCheckpoint,
     Finish,
     Input,
     Received,
@@ -21,7 +25,8 @@ from oobleck_jax.elastic.effects import (
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.resumption import Resumption
-from oobleck_jax.elastic.terms import OnLoss, Terms
+from oobleck_jax.elastic.terms import Checkpoints, OnLoss, Terms
+from oobleck_jax.journal import journal_of
 from oobleck_jax.planning.plan import NodeId, Plan
 from tests.elastic.plans import NUM_LAYERS, TOKENS_PER_MICROBATCH, terms
 
@@ -41,6 +46,8 @@ class Simulation:
     now_s: float = 100.0
     nodes: "dict[ConnectionId, Node]" = field(default_factory=dict)
     fabrics: list[StartFabric] = field(default_factory=list)
+    wishes: list[CommitCheckpoint | FindCheckpoint] = field(default_factory=list)  # of checkpoints, not yet fulfilled
+    disk: dict[str, tuple[int, int]] = field(default_factory=dict)  # checkpoints: generation and step, by folder
     history: list[Effect] = field(default_factory=list)
     dies_at_commit: bool = False  # the coordinator, as soon as the next decision is written
     num_connections: int = 0
@@ -61,6 +68,8 @@ class Simulation:
                         self.nodes[connection].inbox.append(message)
                 case StartFabric():
                     self.fabrics.append(effect)
+                case CommitCheckpoint() | FindCheckpoint():
+                    self.wishes.append(effect)
                 case Write(record=events.Committed()) if self.dies_at_commit:
                     self.restart()
                     break  # it got no further
@@ -116,18 +125,24 @@ class Simulation:
         self.num_restarts += 1
         self.first_connection = self.num_connections
         self.fabrics.clear()
+        self.wishes.clear()
         known = [node for node in self.nodes.values() if node.has_agent and node.id >= 0]
         for node in self.nodes.values():
             node.inbox.clear()
             node.outbox.clear()
-        committed = next(iter(self.records(events.Committed)[-1:]), None)
+        written = [effect.record for effect in self.history if isinstance(effect, Write)]
+        decisions = [record for record in written if isinstance(record, events.Committed | events.Restored)]
+        journal = journal_of((0.0, record) for record in decisions)
         evaluated = [record.step for record in self.records(events.Evaluated)]
+        is_last = bool(decisions) and isinstance(decisions[-1], events.Committed)
         resumed = Resumption(
             generation=max((record.generation for record in self.records(events.Planned)), default=0),
             plan=next((record.plan for record in reversed(self.records(events.Planned))), None),
-            committed=committed,
+            step=journal.next_step,
+            committed=journal.committed[-1][1] if is_last else None,
+            restored_generation=journal.restored.generation if journal.restored else 0,
             nodes=tuple(sorted({node.id for node in known})),
-            evaluated=committed is not None and committed.step in evaluated,
+            evaluated=not journal.next_step or journal.next_step - 1 in evaluated,
         )
         self.machine = Membership(self.terms, self.now_s, resumed)
         self.feed(Tick())
@@ -148,6 +163,28 @@ class Simulation:
     def start_fabric(self) -> None:
         wanted = self.fabrics.pop(0)
         self.feed(FabricStarted(generation=wanted.generation, address="127.0.0.1:1"))
+
+    def use_disk(self) -> None:
+        """Commit or find a checkpoint, whichever was asked for first."""
+        match self.wishes.pop(0):
+            case CommitCheckpoint(generation=generation, step=step):
+                self.disk[folder_of(step, generation)] = generation, step
+                self.feed(CheckpointCommitted(generation=generation, step=step, num_bytes=8, removed=()))
+            case FindCheckpoint() as wanted:
+                found = [
+                    (generation, step, folder)
+                    for folder, (generation, step) in self.disk.items()
+                    if folder not in wanted.excluded and (wanted.end_step is None or step < wanted.end_step)
+                ]
+                point = None
+                if found:
+                    _, step, folder = max(found)
+                    point = messages.RestorePoint(folder=folder, step=step)
+                self.feed(CheckpointFound(point=point))
+
+    def use_whole_disk(self) -> None:
+        while self.wishes:
+            self.use_disk()
 
     def deliver(self, node: "Node") -> None:
         while node.outbox:
@@ -175,6 +212,8 @@ class Simulation:
                 return
             if self.fabrics:
                 self.start_fabric()
+            if self.wishes:
+                self.use_disk()
             self.round()
         raise AssertionError("nothing goes on")
 
@@ -182,10 +221,12 @@ class Simulation:
         """Let everything happen that needs no time and no fault, until nothing is left to do."""
         while True:
             busy = any(node.has_agent and (node.inbox or node.outbox) for node in self.nodes.values())
-            if not busy and not self.fabrics:
+            if not busy and not self.fabrics and not self.wishes:
                 return
             if self.fabrics:
                 self.start_fabric()
+            if self.wishes:
+                self.use_disk()
             self.round()
 
     def records(self, kind: type[R]) -> list[R]:
@@ -268,6 +309,8 @@ class Node:
         match message:
             case messages.Begin():
                 assert message.generation > self.generation, "M1: an old generation came back"
+                assert message.restore is None or message.restore.next_step == message.step
+                assert message.restore is None or not any(member.holds for member in message.members)
                 me = next(member for member in message.members if member.node == self.id)
                 for layer in me.holds:
                     assert self.state_step[layer] == message.step - 1, "M2: believed to hold a state that it has not"
@@ -281,6 +324,11 @@ class Node:
                 if self.begin.evaluate_first:
                     self._evaluate(message.step - 1)
                 self._vote(message.step)
+            case messages.SaveCheckpoint():
+                is_there = set(self.state_step.values()) == {message.step}
+                part = {"node": self.id, "generation": message.generation, "step": message.step}
+                saved = messages.Saved(**part, groups={}, seconds={"copy": 0.1})
+                self.outbox.append(saved if is_there else messages.NotSaved(**part, reason="it has another step"))
             case messages.Commit():
                 assert message.generation == self.generation, "M2: a commit of a generation that is over"
                 for layer, step in self.state_step.items():
@@ -301,6 +349,14 @@ class Node:
             self.outbox.append(
                 messages.Evaluated(node=self.id, generation=self.generation, step=step, loss_sum=2.0, num_tokens=2)
             )
+
+
+def folder_of(step: int, generation: int) -> str:
+    return f"step-{step}-generation-{generation}"
+
+
+def checkpoints(every_steps: int | None = None, **changes: Any) -> Checkpoints:
+    return Checkpoints(folder=folder_of, every_steps=every_steps, **changes)
 
 
 def ready(node: NodeId, incarnation: int = 0, num_devices: int = 1) -> messages.WorkerReady:

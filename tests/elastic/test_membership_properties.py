@@ -28,7 +28,7 @@ from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.terms import OnLoss
 from tests.elastic.plans import terms
-from tests.elastic.simulation import Node, Simulation, exited, failure, vote
+from tests.elastic.simulation import Node, Simulation, checkpoints, exited, failure, vote
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -46,6 +46,7 @@ class AnyRun(RuleBasedStateMachine):
         num_leaves=st.integers(1, 3),
         num_more=st.integers(0, 2),
         dies_in_step=st.none() | st.integers(0, 3),
+        every_steps=st.sampled_from([0, 1, 2]),
     )
     def begin(
         self,
@@ -58,6 +59,7 @@ class AnyRun(RuleBasedStateMachine):
         num_leaves: int,
         num_more: int,
         dies_in_step: int | None,
+        every_steps: int,
     ) -> None:
         self.dies_in_step = dies_in_step  # the coordinator, when the decision is written, and nobody has heard of it
         self.faults_left, self.leaves_left = num_faults, num_leaves
@@ -68,7 +70,8 @@ class AnyRun(RuleBasedStateMachine):
                 max_nodes=num_nodes + num_more,
                 steps=steps,
                 evaluates_after=lambda step: (step + 1) % eval_every == 0,
-                limits=Limits(gather_s=30.0, ready_s=20.0, prepare_s=20.0, first_step_s=20.0),
+                checkpoints=checkpoints(every_steps) if every_steps else None,
+                limits=Limits(gather_s=30.0, wait_s=30.0, ready_s=20.0, prepare_s=20.0, first_step_s=20.0),
             )
         )
         for _ in range(max(num_nodes - num_late, 1)):
@@ -87,6 +90,7 @@ class AnyRun(RuleBasedStateMachine):
         for _ in range(num_rounds):
             if self.simulation.fabrics:
                 self.simulation.start_fabric()
+            self.simulation.use_whole_disk()
             self.simulation.dies_at_commit |= self.simulation.machine.step == self.dies_in_step
             self.simulation.round()
             if self.simulation.num_restarts and self.dies_in_step is not None:
@@ -118,6 +122,25 @@ class AnyRun(RuleBasedStateMachine):
         if node.is_alive and node.id >= 0:
             node.is_alive = False
             node.outbox.append(exited(node.id, exit_code, node.incarnation))
+
+    @precondition(lambda self: self.faults_left and self.simulation.disk)
+    @rule(num_rounds=st.integers(0, 8))
+    def all_workers_die(self, num_rounds: int) -> None:
+        """There is a checkpoint, and nothing else."""
+        self.faults_left -= 1
+        for node in self.simulation.nodes.values():
+            if node.is_alive and node.id >= 0:
+                node.is_alive = False
+                node.outbox.append(exited(node.id, -9, node.incarnation))
+        self.play_on(num_rounds)
+
+    @rule(index=index)
+    def checkpoint_is_damaged(self, index: int) -> None:
+        """The node is in the middle of a restore, or was: then it has no consequence."""
+        node, machine = self.pick(index), self.simulation.machine
+        if node.is_alive and node.id >= 0 and self.simulation.disk:
+            damaged = messages.RestoreFailed(node=node.id, generation=machine.generation, reason="damaged")
+            self.simulation.say(node, damaged)
 
     @precondition(lambda self: self.faults_left)
     @rule(index=index, is_collateral=st.booleans())
@@ -299,6 +322,9 @@ def test_a_committed_step_is_never_undone_and_never_done_twice_M2() -> None:
         num_committed, decided = 0, (0, -1)
         for effect in simulation.history:
             match effect:
+                case Write(record=events.Restored() as record):  # the only way back
+                    assert 0 < record.step <= num_committed
+                    num_committed, decided = record.step, (0, -1)
                 case Write(record=events.Committed() as record):
                     assert record.step == num_committed
                     num_committed += 1
@@ -307,6 +333,8 @@ def test_a_committed_step_is_never_undone_and_never_done_twice_M2() -> None:
                     assert (commit.generation, commit.step) == decided, "sent before it was written"
                 case Send(message=messages.Begin() | messages.Run() as message):
                     assert message.step == num_committed
+                    if isinstance(message, messages.Begin) and message.restore is not None:
+                        assert message.restore.next_step == num_committed
                 case Finish(exit_code=0):
                     assert num_committed == simulation.terms.steps
                 case _:
@@ -385,6 +413,11 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
         planned = [record.generation for record in simulation.records(events.Planned)]
         if simulation.num_restarts and sent and planned and sent[-1][0] == planned[-1]:
             seen.add("commits after a restart")
+        restored = [record.generation for record in simulation.records(events.Restored)]
+        if restored and sent and sent[-1][0] >= restored[-1]:
+            seen.add("commits after a restore")
+        if simulation.records(events.Checkpointed):
+            seen.add("a checkpoint")
         if simulation.num_sent_again:
             seen.add("a decision is sent again")
 
@@ -403,6 +436,8 @@ def test_the_simulation_reaches_what_the_properties_are_about() -> None:
         "coordinator",
         "commits after a restart",
         "a decision is sent again",
+        "a checkpoint",
+        "commits after a restore",
     }
     # Which runs there are depends on the modules that are imported, because hypothesis takes constants from them.
     for number in range(10):

@@ -33,12 +33,14 @@ def test_what_a_worker_that_comes_back_is_good_for(
 ) -> None:
     generation, step = held
     what = messages.Held(generation=generation, step=step, layers=(0, 1))
-    recalled = recall(what, committed(3, 7))
+    recalled = recall(what, step=8, committed=committed(3, 7), valid_since=0)
     assert recalled.holds == holds
     sent = messages.Commit(generation=3, step=7, global_norm=2.0) if is_sent else None
     assert recalled.commit == sent
-    assert recall(None, committed(3, 7)).holds == ()
-    assert recall(what, None).holds == ()
+    assert recall(None, step=8, committed=committed(3, 7), valid_since=0).holds == ()
+    assert recall(what, step=0, committed=None, valid_since=0).holds == ()
+    # What is older than the last restore counts no more, were it of the right step.
+    assert recall(what, step=8, committed=None, valid_since=generation + 1).holds == ()
 
 
 def test_the_next_coordinator_goes_on_with_the_next_step_and_no_worker_starts_anew() -> None:

@@ -11,7 +11,10 @@ from tests.end_to_end.training_runs import train
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
-    """A run of two pipelines of two nodes to which nothing happens; made once for all processes of pytest-xdist."""
+    """A run of two pipelines of two nodes to which nothing happens, with a checkpoint of its last step.
+
+    Made once for all processes of pytest-xdist.
+    """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -19,6 +22,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
     with (folder / "undisturbed.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not finished.exists():
-            train(run_dir, "--nodes", "4", "--plan", "0-3,3-6 | 0-3,3-6")
+            train(run_dir, "--nodes", "4", "--plan", "0-3,3-6 | 0-3,3-6", "--checkpoint-every", "1000")
             finished.touch()
     return LiveRun(run_dir)

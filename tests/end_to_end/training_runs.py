@@ -28,7 +28,8 @@ def command_of(run_dir: Path, *flags: str) -> list[str]:
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--preset", "gpt-test"]
     command += ["--profile", "estimate", "--run-dir", str(run_dir)]
     command += ["--compilation-cache", str(PROGRAMS)]
-    return [*command, "--steps", str(STEPS), "--eval-every", "30", *flags]
+    command += ["--steps", str(STEPS), "--eval-every", "30"]
+    return [*command, *(() if "--checkpoint-every" in flags else ("--checkpoint-every", "0")), *flags]
 
 
 @contextmanager

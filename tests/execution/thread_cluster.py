@@ -15,7 +15,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.errors import Abandoned
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.in_process import InProcessHub, InProcessSums
-from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
+from oobleck_jax.execution.node import Generation, NodeTrainer, ReadState, StepResult
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.state import GroupState
 from oobleck_jax.model_config import ModelConfig
@@ -68,15 +68,21 @@ def run_cluster(config: RunConfig, plan: Plan, *, steps: int, evaluate: bool = F
 
 
 def run_generations(
-    config: RunConfig, plans: Sequence[tuple[Plan, int]], *, evaluate: bool = False, wasted_step: bool = False
+    config: RunConfig,
+    plans: Sequence[tuple[Plan, int]],
+    *,
+    evaluate: bool = False,
+    wasted_step: bool = False,
+    restored: tuple[ReadState, int] | None = None,
 ) -> ClusterRun:
     """Train with one plan after the other, each for so many steps; nodes that are not in the next plan are lost.
 
     Args:
         evaluate: evaluate at the end.
         wasted_step: each generation but the last also computes a step that is never committed.
+        restored: where the first generation takes its states from, and its first step.
     """
-    cluster = _Cluster(config, plans)
+    cluster = _Cluster(config, plans, restored)
     with ThreadPoolExecutor(len(cluster.nodes)) as pool:
         futures = [pool.submit(cluster.run_node, node, evaluate, wasted_step) for node in cluster.nodes]
         errors = [error for future in futures if (error := future.exception(timeout=10 * LIMIT_S))]
@@ -92,7 +98,10 @@ def run_generations(
 
 
 class _Cluster:
-    def __init__(self, config: RunConfig, plans: Sequence[tuple[Plan, int]]) -> None:
+    def __init__(
+        self, config: RunConfig, plans: Sequence[tuple[Plan, int]], restored: tuple[ReadState, int] | None
+    ) -> None:
+        self._restored = restored
         self.nodes = sorted({node for plan, _ in plans for node in plan.nodes})
         self.trainers: dict[NodeId, NodeTrainer] = {}
         self.gradients: dict[NodeId, dict[str, np.ndarray]] = {}
@@ -115,7 +124,7 @@ class _Cluster:
                 home=shared_home(self._config.model, self._config.devices_per_node),
                 link=self._links[node],
             )
-            first_step = 0
+            first_step = 0 if self._restored is None else self._restored[1]
             for number, (plan, steps) in enumerate(self._plans):
                 if node in plan.nodes:
                     self._run_generation(trainer, number, node, first_step, evaluate, wasted_step)
@@ -142,7 +151,8 @@ class _Cluster:
             holdings={other: before.layers_of(other) if before and other in survivors else () for other in plan.nodes},
         )
         patience = Patience(abandoned=self._abandoned, limit_s=LIMIT_S, on_waiting=lambda node: None)
-        trainer.prepare(generation, progress=lambda phase, done, total: None, patience=patience)
+        restore = self._restored[0] if self._restored is not None and not number else None
+        trainer.prepare(generation, progress=lambda phase, done, total: None, patience=patience, restore=restore)
         rank = generation.ranks[node]
         fabric = self._sums[number].fabric(rank)
         fabric.warm(trainer.fabric_sums(generation), limit_s=LIMIT_S, abandoned=self._abandoned)
