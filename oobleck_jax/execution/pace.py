@@ -5,6 +5,7 @@ first programs of the next generation. So no more is queued than keeps the devic
 program, and whoever waits for that notices that the step is over.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from oobleck_jax.errors import Abandoned
 from oobleck_jax.execution.jaxlib_private import is_ready
 
 
-_QUEUED_S = 0.02  # work that may wait for a device; far more than it takes to start the next program
+_AHEAD_S = 0.01  # work that a device should have left when the next program is started; far more than that takes
+_SLOWER = 1.1  # how much longer a program is taken to have become at once: its end may just have been seen late
 _SHORTEST_SLEEP_S = 200e-6
 _LONGEST_SLEEP_S = 2e-3
 
@@ -53,7 +55,7 @@ class Pace:
         """
         self.item = -1
         self._on_ended = on_ended
-        self._took_s: dict[Hashable, float] = {}  # the last time of each program
+        self._took_s: dict[Hashable, float] = {}  # what each program takes; for ever, as long as none has ended
         self._running: deque[_Running] = deque()
         self._ended_s = 0.0  # when the last one that was waited for ended
         self._abandoned = threading.Event()
@@ -73,10 +75,15 @@ class Pace:
         Raises:
             Abandoned: the step is over.
         """
-        while self._running and (self._is_enough or self._running[0].has_ended):
-            self._await_first()
+        while self._running:
+            if self._running[0].has_ended:
+                self._note_end()
+            elif (too_early_s := self._left_s - _AHEAD_S) > 0:
+                self._pause(too_early_s)
+            else:
+                break
         results = call(*arguments)
-        expected_s = self._took_s.get(program, _QUEUED_S)
+        expected_s = self._took_s.get(program, math.inf)
         self._running.append(_Running(program, self.item, jax.tree.leaves(results)[0], time.monotonic(), expected_s))
         return results
 
@@ -88,11 +95,9 @@ class Pace:
         """
         while self._running and not until():
             if self._running[0].has_ended:
-                self._await_first()
-            elif self._abandoned.is_set():
-                raise Abandoned("the step is no longer needed")
+                self._note_end()
             else:
-                time.sleep(_SHORTEST_SLEEP_S)
+                self._pause(0.0)
 
     def finish(self) -> None:
         """Wait until all has been computed.
@@ -101,21 +106,27 @@ class Pace:
             Abandoned: the step is over.
         """
         while self._running:
-            self._await_first()
+            if self._running[0].has_ended:
+                self._note_end()
+            else:
+                self._pause(0.5 * self._left_s)
 
     @property
-    def _is_enough(self) -> bool:
-        return sum(running.expected_s for running in self._running) >= _QUEUED_S
+    def _left_s(self) -> float:
+        """How long the devices will be at work with what has been started."""
+        first, *others = self._running
+        first_left_s = first.expected_s - (time.monotonic() - max(first.started_s, self._ended_s))
+        return max(first_left_s, 0.0) + sum(running.expected_s for running in others)
 
-    def _await_first(self) -> None:
-        first, began_s = self._running[0], time.monotonic()
-        while not first.has_ended:
-            if self._abandoned.is_set():
-                raise Abandoned("the step is no longer needed")
-            time.sleep(min(max(0.1 * (time.monotonic() - began_s), _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
-        self._running.popleft()
-        now_s = time.monotonic()
+    def _pause(self, longest_s: float) -> None:
+        if self._abandoned.is_set():
+            raise Abandoned("the step is no longer needed")
+        time.sleep(min(max(longest_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+
+    def _note_end(self) -> None:
+        first, now_s = self._running.popleft(), time.monotonic()
         began_s, self._ended_s = max(first.started_s, self._ended_s), now_s
-        self._took_s[first.program] = now_s - began_s
+        took_s = now_s - began_s
+        self._took_s[first.program] = min(took_s, _SLOWER * self._took_s.get(first.program, took_s))
         if self._on_ended is not None:
             self._on_ended(first.program, first.item, began_s, now_s)
