@@ -235,16 +235,16 @@ class Launch:
     def events(self, kind: type[events.Record]) -> list[events.Record]:
         return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
 
-    @property
-    def incidents(self) -> list[events.Incident]:
-        return [event for event in self.events(events.Incident) if isinstance(event, events.Incident)]
-
     def close(self) -> None:
         for process in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
                 process.kill()
         for process in self.processes:
             process.communicate()
+
+
+def incidents_of(launch: Launch) -> list[events.Incident]:
+    return [event for event in launch.events(events.Incident) if isinstance(event, events.Incident)]
 
 
 @pytest.fixture
@@ -450,7 +450,7 @@ def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoin
     found = audit(launch.run_dir)
     assert (found.end_step, found.num_restores, found.violation) == (300, 1, None)
     assert 0 < found.num_undone_steps <= 40
-    (incident,) = launch.incidents
+    (incident,) = incidents_of(launch)
     assert (incident.kind, incident.num_redone_steps) == ("coordinator", found.num_undone_steps)
     assert {event.step for event in launch.events(events.Evaluated)} == {99, 199, 299}  # pyright: ignore
     folders = sorted(path.name for path in (launch.run_dir / "checkpoints").iterdir())
@@ -479,10 +479,10 @@ def test_a_run_that_loses_a_layer_goes_back_by_itself_and_one_that_is_interrupte
     launch.await_step(50)
     for worker in [launch.find("fake_worker", node=node) for node in (0, 1)]:
         os.kill(worker, signal.SIGKILL)
-    launch.wait_for(lambda: any(incident.num_redone_steps for incident in launch.incidents))
+    launch.wait_for(lambda: any(incident.num_redone_steps for incident in incidents_of(launch)))
     launch.await_steps_from_now(5)
     launch.interrupt(run)
-    (loss,) = [incident for incident in launch.incidents if incident.num_redone_steps]
+    (loss,) = [incident for incident in incidents_of(launch) if incident.num_redone_steps]
     assert loss.kind == "loss"
     found = audit(launch.run_dir)
     assert found.violation is None
