@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from oobleck_jax.model import LayeredModel
 
 
+LOGITS_AT_ONCE = 1 << 24  # float32 numbers, 64 MiB; more are computed chunk by chunk (cross_entropy.py)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptConfig:
     """A GPT-2: embedding, `num_blocks` equal blocks, head. The comments are the help of the flags."""

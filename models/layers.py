@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from models.cross_entropy import cross_entropy
+from models.linear import dense, lookup
+
 
 _INIT_STD = 0.02
 _LN_EPSILON = 1e-5
@@ -37,10 +40,11 @@ class Embedding(nnx.Module):
         self.dropout_rate = dropout_rate
 
     def __call__(self, tokens_BT: Int[Array, "B T"], keys_B: Key[Array, " B"] | None = None) -> Float[Array, "B T D"]:
-        # mode "fill" makes the loss NaN when a token is outside the vocabulary, instead of taking another token.
-        tokens_BTD = jnp.take(self.wte[...], tokens_BT, axis=0, mode="fill")
-        positions_TD = self.wpe[...][: tokens_BT.shape[1]]
-        return dropout(tokens_BTD + positions_TD[None], keys_B, self.dropout_rate, site=0)
+        tokens_BTD = lookup(self.wte[...], tokens_BT)
+        # In float32, as are then the sums over B of the gradients of positions.
+        positions_TD = self.wpe[...][: tokens_BT.shape[1]].astype(jnp.float32)
+        x_BTD = (tokens_BTD.astype(jnp.float32) + positions_TD[None]).astype(tokens_BTD.dtype)
+        return dropout(x_BTD, keys_B, self.dropout_rate, site=0)
 
 
 class Block(nnx.Module):
@@ -75,19 +79,19 @@ class Block(nnx.Module):
         attention_BTD = self._attention(x_BTD)
         x_BTD = x_BTD + dropout(attention_BTD, keys_B, self.dropout_rate, site=0)
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        hidden_NF = jax.nn.gelu(self.mlp_in(self.ln_2(x_ND)), approximate=True)
-        mlp_BTD = self.mlp_out(hidden_NF).reshape(x_BTD.shape)
+        hidden_NF = jax.nn.gelu(dense(self.mlp_in, self.ln_2(x_ND)), approximate=True)
+        mlp_BTD = dense(self.mlp_out, hidden_NF).reshape(x_BTD.shape)
         return x_BTD + dropout(mlp_BTD, keys_B, self.dropout_rate, site=1)
 
     def _attention(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         num_sequences, num_tokens, width = x_BTD.shape
-        qkv = self.qkv(self.ln_1(x_BTD.reshape(-1, width)))
+        qkv = dense(self.qkv, self.ln_1(x_BTD.reshape(-1, width)))
         qkv_3BTHK = (
             part.reshape(num_sequences, num_tokens, self.num_heads, width // self.num_heads)
             for part in jnp.split(qkv, 3, axis=-1)
         )
         mixed_BTHK = jax.nn.dot_product_attention(*qkv_3BTHK, is_causal=True)
-        return self.attention_out(mixed_BTHK.reshape(-1, width)).reshape(x_BTD.shape)
+        return dense(self.attention_out, mixed_BTHK.reshape(-1, width)).reshape(x_BTD.shape)
 
 
 class Head(nnx.Module):
@@ -109,9 +113,7 @@ class Head(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], keys_B: Key[Array, " B"] | None = None
     ) -> Float[Array, ""]:
         """Return the cross entropy in nats, summed (not averaged) over all tokens, in float32."""
-        logits_BTV = self(x_BTD, keys_B).astype(jnp.float32)
-        target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-        return (jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT).sum()
+        return cross_entropy(self.ln_f(x_BTD), self.wte[...], targets_BT)
 
 
 def dropout(

@@ -11,12 +11,38 @@ from oobleck_jax.errors import ConfigError
 from oobleck_jax.model_config import ModelConfig
 
 
+class Precision(StrEnum):
+    """Which numbers are kept, and with which is computed. Gradients are always summed in float32."""
+
+    FLOAT32 = "float32"  # everything
+    BFLOAT16 = "bfloat16"  # everything: half the memory, but changes of less than 1/256 of a parameter are lost
+    MIXED = "mixed"  # bfloat16 computes; parameters and optimizer state are float32, and are rounded once per step
+
+    @property
+    def bytes_of_activation(self) -> int:
+        return 4 if self is Precision.FLOAT32 else 2
+
+
+WHY_NOT_FLOAT16 = (
+    "--precision float16 is not there: gradients below 6e-8 would become 0 and those above 65504 infinite, unless the "
+    "loss is scaled by a factor that must be found anew again and again; take mixed, whose bfloat16 has the range of "
+    "float32"
+)
+
+
 class Remat(StrEnum):
     """What the forward pass keeps for the backward pass."""
 
     NONE = "none"  # every intermediate value
     DOTS = "dots"  # results of weight matmuls; the rest is recomputed
     LAYER = "layer"  # the input of each layer only
+    STAGE = "stage"  # the input of each stage only: everything is computed twice, and within layers three times
+    AUTO = "auto"  # the planner takes the fastest of these that fits memory
+
+    @property
+    def of_layers(self) -> "Remat":
+        """What the programs of layers keep: where whole stages are computed again, as little as they can."""
+        return self if self in (Remat.NONE, Remat.DOTS) else Remat.LAYER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +70,7 @@ class RunConfig:
     global_batch_size: int = 32  # sequences per step, over all pipelines
     microbatch_size: int = 4  # sequences per microbatch
     sequence_length: int = 128  # tokens per sequence
+    skip_steps: int = 0  # steps in a row that may do without an update because a gradient is not finite; else: the end
     init_from: str | None = None  # begin with the parameters of this Hugging Face folder (GPT-2), not with random ones
     seed: int = 0  # decides initial parameters, order of samples and dropout
 
@@ -56,7 +83,8 @@ class RunConfig:
     nodes: int = 1  # nodes to start (on this machine, unless --coordinator-address is given)
     devices_per_node: int = 1  # devices of each node
     fault_tolerance: int = 0  # f: losses of nodes that must be survivable at once; needs f+1 pipelines
-    remat: Remat = Remat.LAYER  # what the forward pass keeps for the backward pass
+    precision: Precision = Precision.FLOAT32  # of computation and state; mixed: bfloat16 computes, float32 is kept
+    remat: Remat = Remat.LAYER  # what the forward pass keeps for the backward pass; auto: as much as fits
 
     @property
     def num_microbatches(self) -> int:
@@ -82,7 +110,7 @@ def check_config(config: RunConfig) -> None:
     for name in counts:
         if getattr(config, name) < 1:
             raise ConfigError(f"{flag(name)} is {getattr(config, name)}; it must be at least 1")
-    for name in ("eval_every", "fault_tolerance"):
+    for name in ("eval_every", "fault_tolerance", "skip_steps"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{flag(name)} is {getattr(config, name)}; it must not be negative")
     if config.eval_every and config.eval_batches < 1:

@@ -101,8 +101,8 @@ class Committed(_Base, frozen=True, kw_only=True):
 
     generation: int
     step: int
-    loss: float  # mean over the tokens of the global batch
-    grad_norm: float  # global, before clipping
+    loss: float | None  # mean over the tokens of the global batch; None: not finite
+    grad_norm: float | None  # global, before clipping; None: not finite, the update was skipped
     step_time_s: float  # since the step before it was committed, or since the generation ran
     seconds: dict[str, float] = {}  # mean over the nodes: compute, receive (waiting for stages), sum (of gradients)
 
@@ -268,8 +268,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     generation: int
-    loss: float
-    grad_norm: float
+    loss: float | None  # None, here and below: not finite
+    grad_norm: float | None
     learning_rate: float
     tokens_per_s: float
     step_time_s: float

@@ -1,7 +1,7 @@
 """The measured profile of a run: found where it was kept, or measured once by a process of its own.
 
-A profile holds for what changes the cost of a layer: model, microbatch, remat policy, devices; the processor and its
-share of cores; the versions of what compiles it. A digest of all these names the file, in a folder beside the
+A profile holds for what changes the cost of a layer: model, microbatch, precision, remat policy, devices; the processor
+and its share of cores; the versions of what compiles it. A digest of all these names the file, in a folder beside the
 compilation cache. Nothing here imports jax.
 """
 
@@ -113,7 +113,7 @@ class Profiler:
         """Return where the profile of a configuration is kept."""
         described = {
             "model": [type(config.model).__qualname__, msgspec.to_builtins(config.model), _source_digest(preset)],
-            "microbatch": [config.microbatch_size, config.sequence_length, config.remat],
+            "microbatch": [config.microbatch_size, config.sequence_length, config.precision, config.remat],
             "devices": [config.devices_per_node, device_kind(), self.place.num_threads],
             "environment": [os.environ.get(name, "") for name in ("JAX_PLATFORMS", "XLA_FLAGS")],
             "versions": dict(self.versions),
@@ -165,12 +165,13 @@ def read_profile(path: Path, config: RunConfig) -> Profile:
         raise PlanError(f"--profile {path}: {error.strerror}") from None
     except PlanError as error:
         raise PlanError(f"--profile {path} is {error}") from None
-    found = (profile.num_layers, profile.microbatch_size, profile.remat)
-    if found != (config.model.num_layers, config.microbatch_size, config.remat):
+    found = (profile.num_layers, profile.microbatch_size, profile.precision, profile.remat)
+    if found != (config.model.num_layers, config.microbatch_size, config.precision, config.remat):
         raise PlanError(
-            f"--profile {path} is of {profile.num_layers} layers, microbatches of {profile.microbatch_size} and remat "
-            f"{profile.remat}, but the run has {config.model.num_layers} layers, microbatches of "
-            f"{config.microbatch_size} and remat {config.remat}; profile again"
+            f"--profile {path} is of {profile.num_layers} layers, microbatches of {profile.microbatch_size}, precision "
+            f"{profile.precision} and remat {profile.remat}, but the run has {config.model.num_layers} layers, "
+            f"microbatches of {config.microbatch_size}, precision {config.precision} and remat {config.remat}; profile "
+            "again"
         )
     return profile
 

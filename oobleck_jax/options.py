@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from models.presets import PRESETS, load_preset
-from oobleck_jax.config import OptimizerConfig, RunConfig
+from oobleck_jax.config import WHY_NOT_FLOAT16, OptimizerConfig, RunConfig
 from oobleck_jax.errors import ConfigError
 
 
@@ -117,10 +117,14 @@ def _preset_of(arguments: Sequence[str]) -> str:
     """Find the preset before the rest can be parsed: it decides which flags there are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--preset", default=DEFAULT_PRESET)
+    parser.add_argument("--precision", nargs="?")
     try:
-        return parser.parse_known_args(list(arguments))[0].preset
+        found = parser.parse_known_args(list(arguments))[0]
     except argparse.ArgumentError:
         raise ConfigError(f"--preset needs a name: {', '.join(PRESETS)}, or FILE.py:FUNCTION") from None
+    if found.precision == "float16":
+        raise ConfigError(WHY_NOT_FLOAT16)
+    return found.preset
 
 
 def _flags(name: str, base: type, values: dict[str, Any], nested: set[str]) -> type:

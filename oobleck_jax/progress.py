@@ -79,8 +79,10 @@ class Story:
             case events.Prepared() if record.generation == 1:
                 return f"all nodes are prepared after {record.seconds:.1f} s; step {record.step} begins"
             case events.Committed():
-                self.step, self.loss = record.step + 1, record.loss
+                self.step, self.loss = record.step + 1, self.loss if record.loss is None else record.loss
                 self._recent_steps_s.append(record.step_time_s)
+                if record.grad_norm is None:
+                    return f"step {record.step} skipped: a gradient is not finite"
             case events.Restored():
                 self.step = record.step
                 return f"goes on with step {record.step}, from {record.checkpoint} ({record.reason})"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from models.gpt import GptConfig
+from models.gpt import LOGITS_AT_ONCE, GptConfig
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.errors import NotEnoughNodes, PlanError
@@ -100,7 +100,7 @@ class Proposer:
         if not fault_tolerance:
             return ()
         return stages_ahead(
-            self._templates,
+            self.templates,
             num_nodes=num_nodes,
             max_nodes=self._most_nodes,
             fault_tolerance=fault_tolerance,
@@ -127,14 +127,14 @@ class Proposer:
         return self._replanned(nodes, holdings, old) if any(holdings.values()) else self._planned(nodes)
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
-        planning = plan_from(self._templates, nodes=nodes, fault_tolerance=self.config.fault_tolerance)
+        planning = plan_from(self.templates, nodes=nodes, fault_tolerance=self.config.fault_tolerance)
         return Proposal(plan=planning.plan, reason=planning.reason)
 
     def _replanned(
         self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
     ) -> Proposal:
         reconfiguration = reconfigure(
-            self._templates,
+            self.templates,
             nodes=nodes,
             holdings=holdings,
             fault_tolerance=self.config.fault_tolerance,
@@ -149,7 +149,7 @@ class Proposer:
         return max(self.config.nodes, self.max_nodes or 0)
 
     @property
-    def _templates(self) -> Templates:
+    def templates(self) -> Templates:
         """The same for any number of nodes, so that they are made only once, and not while nodes recover."""
         return templates_for(
             self.profile,
@@ -199,6 +199,7 @@ def estimated_profile(config: RunConfig) -> Profile:
     return estimate_profile(
         layer_sizes(config),
         microbatch_size=config.microbatch_size,
+        precision=config.precision,
         remat=config.remat,
         devices_per_node=config.devices_per_node,
     )
@@ -215,6 +216,7 @@ def layer_sizes(config: RunConfig) -> tuple[LayerSize, ...]:
             vocab_size=model.vocab_size,
             sequence_length=config.sequence_length,
             remat=config.remat,
+            logits_at_once=LOGITS_AT_ONCE // config.microbatch_size,
         )
     layer = LayerSize(
         kind="layer", num_parameters=1, forward_flops=10**6, num_outputs=1, num_residuals=1, num_temporaries=1

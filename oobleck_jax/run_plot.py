@@ -1,5 +1,6 @@
 """A picture of a run: loss and throughput over time, with the incidents marked."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -56,7 +57,8 @@ def plot_history(history: History, target: "Path | TextIO", *, tokens_per_step: 
     figure = Figure(figsize=(11, 7), layout="constrained")
     loss, speed, nodes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2, 1])
     times_s = [time_s for time_s, _ in history.committed]
-    loss.plot(times_s, [record.loss for _, record in history.committed], color="tab:blue", linewidth=1.2)
+    losses = [math.nan if record.loss is None else record.loss for _, record in history.committed]
+    loss.plot(times_s, losses, color="tab:blue", linewidth=1.2)
     loss.set_ylabel("loss")
     loss.set_title(title)
     rates = [tokens_per_step / record.step_time_s for _, record in history.committed]

@@ -12,6 +12,7 @@ from oobleck_jax.checkpoint.reader import read_params
 from oobleck_jax.checkpoint.store import FOLDER, Checkpoint, CheckpointStore
 from oobleck_jax.config import RunConfig
 from oobleck_jax.errors import CheckpointDamaged, ConfigError
+from oobleck_jax.execution.precision import widened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +21,7 @@ class SavedModel:
 
     Attributes:
         config: of the run that trained it.
-        params: of all groups.
+        params: of all groups, in float32 even if they were kept with less precision.
     """
 
     checkpoint: Checkpoint
@@ -46,7 +47,7 @@ def load_model(run_dir: Path, *, step: int | None, on_damage: Callable[[Checkpoi
             continue
         _, config = config_from_json(msgspec.json.encode(checkpoint.manifest.config).decode())
         try:
-            params = {group: read_params(checkpoint, group) for group in checkpoint.manifest.groups}
+            params = {group: widened(read_params(checkpoint, group)) for group in checkpoint.manifest.groups}
         except CheckpointDamaged as damaged:
             on_damage(damaged)
             continue

@@ -306,7 +306,7 @@ class Session:
     def _terms(self) -> Terms:
         setting, config = self._setting, self._setting.config
         return Terms(
-            config_json=self._config_json,
+            config_json=config_to_json(setting.preset, setting.proposer.config),
             config_digest=config_digest(self._config_json),
             versions=software_versions(),
             num_nodes=config.nodes,
@@ -322,6 +322,7 @@ class Session:
             place=partial(place, cores=self._cores),
             place_at_start=partial(place_at_start, num_nodes=config.nodes, cores=self._cores),
             on_loss=self._on_loss,
+            max_skipped=config.skip_steps,
             limits=setting.limits,
             checkpoints=setting.checkpoint_terms,
         )
@@ -372,11 +373,12 @@ class Session:
             is_told = self._summary.failure is not None and self._on_loss is OnLoss.STOP
             reason = "" if is_told else f": {end.reason}"
             return _complain(f"stopped after {steps}{reason}; see {self._setting.run_dir.path}")
+        skipped = f"{summary['skipped_steps']} steps skipped, " if summary["skipped_steps"] else ""
         eval_loss = f"evaluation loss {summary['eval_loss']:.4f}, " if summary["eval_loss"] is not None else ""
         results = ""
         if summary["final_loss"] is not None:
             rate = f"{summary['median_tokens_per_s']:,.0f} tokens/s (median)"
-            results = f", loss {summary['final_loss']:.4f}, {eval_loss}{rate}"
+            results = f", loss {summary['final_loss']:.4f}, {eval_loss}{skipped}{rate}"
         return self._display.note(
             f"done: {steps} in {format_duration(summary['seconds'])}{results}; results in {self._setting.run_dir.path}"
         )

@@ -22,6 +22,8 @@ class Setting:
 
     Attributes:
         preset: reference of the configuration's preset.
+        config: what the user asked for.
+        proposer: what makes plans; its configuration, with what was chosen for the user, is the workers'.
         proposal: the plan to begin with.
         fabric_host: address of this machine as the nodes reach it.
         listen_host: address to listen on for them.

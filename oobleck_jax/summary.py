@@ -16,6 +16,7 @@ class Summary:
         self._tokens_per_step = tokens_per_step
         self._steps = 0
         self._loss: float | None = None
+        self._num_skipped = 0
         self._eval_loss: float | None = None
         self._step_times_s: list[float] = []
         self._step_seconds: list[dict[str, float]] = []
@@ -31,7 +32,9 @@ class Summary:
             case events.Prepared():
                 self._num_compilations.update(record.num_compilations)
             case events.Committed():
-                self._steps, self._loss = record.step + 1, record.loss
+                self._steps = record.step + 1
+                self._loss = self._loss if record.loss is None else record.loss
+                self._num_skipped += record.grad_norm is None
                 self._step_times_s.append(record.step_time_s)
                 self._step_seconds.append(record.seconds)
             case events.Evaluated():
@@ -58,6 +61,7 @@ class Summary:
         return {
             "steps": self._steps,
             "final_loss": self._loss,
+            "skipped_steps": self._num_skipped,
             "eval_loss": self._eval_loss,
             "median_tokens_per_s": self._tokens_per_step / step_time_s if step_time_s else None,
             "median_step_time_s": step_time_s,

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Protocol
 
 from models.presets import load_preset
-from oobleck_jax.config import Remat, RunConfig, check_config
+from oobleck_jax.choose_remat import choose_remat
+from oobleck_jax.config import Precision, Remat, RunConfig, check_config
 from oobleck_jax.errors import PlanError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import Profiler, cache_folder, place_of, read_profile
 from oobleck_jax.planning.devices import Device, rates_of
 from oobleck_jax.planning.estimate import DeviceRates, estimate_profile
 from oobleck_jax.planning.profile import Profile
-from oobleck_jax.propose import estimated_profile, layer_sizes, memory_per_device
+from oobleck_jax.propose import Proposer, estimated_profile, layer_sizes, memory_per_device
 from oobleck_jax.session import software_versions
 
 
@@ -36,7 +37,9 @@ class Target(Protocol):
     @property
     def profile(self) -> str | None: ...
     @property
-    def precision(self) -> str: ...
+    def device(self) -> str | None: ...
+    @property
+    def precision(self) -> str | None: ...
     @property
     def device_memory_gib(self) -> float | None: ...
     @property
@@ -52,12 +55,30 @@ def config_of(target: Target) -> RunConfig:
     config = dataclasses.replace(load_preset(target.preset), **given)
     if target.remat is not None:
         config = dataclasses.replace(config, remat=Remat(target.remat))
+    if target.precision is not None or target.device is not None:
+        config = dataclasses.replace(config, precision=Precision(target.precision or Precision.MIXED))
     check_config(config)
     return config
 
 
 def profile_of(target: Target, config: RunConfig, device: Device | None) -> Profile:
-    """Return the costs: what --profile says, else those kept from runs on this machine, else estimates."""
+    """Return the costs: what --profile says, else those kept from runs on this machine, else estimates.
+
+    They are of the policy that `Remat.AUTO` takes, which is said with the reason.
+    """
+    if config.remat is not Remat.AUTO:
+        return _profile_with(target, config, device)
+    proposer = Proposer(
+        config=config, profile=estimated_profile(config), device_memory_bytes=memory_of(target, config, device)
+    )
+    proposer, reason = choose_remat(
+        proposer, lambda remat: _profile_with(target, dataclasses.replace(config, remat=remat), device)
+    )
+    print(reason)  # noqa: T201
+    return proposer.profile
+
+
+def _profile_with(target: Target, config: RunConfig, device: Device | None) -> Profile:
     if target.profile not in (None, "estimate", "xla"):
         return read_profile(Path(target.profile), config)
     if device is None and target.profile == "xla":
@@ -67,16 +88,16 @@ def profile_of(target: Target, config: RunConfig, device: Device | None) -> Prof
         return kept or estimated_profile(config)
     rates = rates_of(
         device,
-        precision=target.precision,
+        precision=config.precision,
         network_bytes_per_s=target.network_gbit * 1e9 / 8,
         network_latency_s=target.network_latency_us * 1e-6,
     )
     if target.profile == "xla":
-        return _estimated_with_xla(target, config, rates)
+        return _estimated_with_xla(config, rates)
     return estimate_profile(
         layer_sizes(config),
         microbatch_size=config.microbatch_size,
-        precision=target.precision,
+        precision=config.precision,
         remat=config.remat,
         rates=rates,
         devices_per_node=config.devices_per_node,
@@ -95,9 +116,7 @@ def kept_profile(preset: str, config: RunConfig) -> Profile | None:
     return profiler.kept(preset, config)
 
 
-def _estimated_with_xla(target: Target, config: RunConfig, rates: DeviceRates) -> Profile:
-    if target.precision != "float32":
-        raise PlanError(f"--profile xla counts float32, not {target.precision}; add --precision float32")
+def _estimated_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
     import jax  # imported here, because it takes its time
 
     jax.config.update("jax_platforms", "cpu")

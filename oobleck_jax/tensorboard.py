@@ -61,5 +61,6 @@ class Scalars:
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, name: str, value: float) -> None:
-        self._writer.add_scalar(name, value, self._step)
+    def _write(self, name: str, value: float | None) -> None:
+        if value is not None:  # the loss and the norm of a step that was skipped are not finite
+            self._writer.add_scalar(name, value, self._step)

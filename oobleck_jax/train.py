@@ -21,8 +21,9 @@ import msgspec
 from models.gpt import GptConfig
 from models.presets import config_to_json
 from oobleck_jax.checkpoint.store import FOLDER, CheckpointStore
+from oobleck_jax.choose_remat import choose_remat
 from oobleck_jax.cluster import ProcessPlace, find_place
-from oobleck_jax.config import RunConfig, check_config, flag
+from oobleck_jax.config import Remat, RunConfig, check_config, flag
 from oobleck_jax.data import check_data
 from oobleck_jax.elastic.agent import WORKER_COMMAND, AgentOptions, run_agent
 from oobleck_jax.elastic.coordinator import LOOPBACK, bind, check_exposure
@@ -131,10 +132,22 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     listen_host = host if host in LOOPBACK else "0.0.0.0"
     check_exposure(listen_host, token)
     tls = _server_tls(line.cluster)
-    if line.run.profile is not None or (has_nodes and proposer.needs_costs):
-        place = place_of(num_nodes=config.nodes, cores=available_cores() if process is None else ())
-        proposer = replace(proposer, profile=_profile(line, config, place))
+    place = place_of(num_nodes=config.nodes, cores=available_cores() if process is None else ())
+    why_remat = ""
+    if config.remat is Remat.AUTO:
+        if line.run.profile not in (None, ESTIMATE):
+            raise ConfigError(
+                f"--remat auto compares what policies cost, but --profile {line.run.profile} is of one; name the "
+                f"policy, or give --profile {ESTIMATE}, or none"
+            )
+        proposer, why_remat = choose_remat(
+            proposer, lambda remat: _profile(line, replace(config, remat=remat), place, has_nodes=has_nodes)
+        )
+    elif line.run.profile is not None or proposer.needs_costs:
+        proposer = replace(proposer, profile=_profile(line, config, place, has_nodes=has_nodes))
     proposal = proposer.first()
+    if why_remat:
+        proposal = replace(proposal, reason=f"{proposal.reason}; {why_remat}")
     if line.run.print_schedule:
         print(schedule_text(proposal.plan, proposer.profile))  # noqa: T201
         return 0
@@ -311,9 +324,9 @@ def _check_pretrained(config: RunConfig) -> None:
     PretrainedGpt(Path(config.init_from), config.model)
 
 
-def _profile(line: CommandLine, config: RunConfig, place: Place) -> Profile:
-    """Return the costs to plan with: those that the user gives, else measured ones."""
-    if line.run.profile == ESTIMATE:
+def _profile(line: CommandLine, config: RunConfig, place: Place, *, has_nodes: bool) -> Profile:
+    """Return the costs to plan with: those that the user gives, else measured ones where there are nodes."""
+    if line.run.profile == ESTIMATE or (line.run.profile is None and not has_nodes):
         return estimated_profile(config)
     if line.run.profile is not None:
         return read_profile(Path(line.run.profile), config)

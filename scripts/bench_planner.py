@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tyro
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.planning.devices import device_named, rates_of
 from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId
@@ -79,11 +79,11 @@ def large_profile(devices_per_node: int) -> Profile:
     sizes = gpt_sizes(
         num_blocks=94, width=2048, num_heads=16, vocab_size=50257, sequence_length=2048, remat=Remat.LAYER
     )
-    rates = rates_of(device_named("h100"), precision="bfloat16", network_bytes_per_s=50e9, network_latency_s=1e-5)
+    rates = rates_of(device_named("h100"), precision=Precision.MIXED, network_bytes_per_s=50e9, network_latency_s=1e-5)
     return estimate_profile(
         sizes,
         microbatch_size=8,
-        precision="bfloat16",
+        precision=Precision.MIXED,
         remat=Remat.LAYER,
         rates=rates,
         devices_per_node=devices_per_node,

@@ -4,8 +4,8 @@
     python scripts/plan.py --preset gpt-laptop --nodes 4 --fault-tolerance 1
 
 Costs come from `--profile FILE`. Without it, costs on a `--device` are estimated in closed form at once (`--profile
-estimate`), or from XLA's analysis of the programs in some ten seconds (`--profile xla`; float32 only, and within a
-tenth of the closed form for GPTs, so worth it for other models). Without `--device`, they are what runs on this machine
+estimate`), or from XLA's analysis of the programs in some ten seconds (`--profile xla`; within a tenth of the closed
+form for GPTs, so worth it for other models). Without `--device`, they are what runs on this machine
 have measured, or rough estimates where there was none.
 """
 
@@ -38,11 +38,11 @@ class Arguments:
     devices_per_node: int | None = None  # devices of each node
     microbatch_size: int | None = None  # sequences per microbatch
     global_batch_size: int | None = None  # sequences per step
-    remat: Literal["none", "dots", "layer"] | None = None  # what the forward pass keeps for the backward pass
+    remat: Literal["none", "dots", "layer", "stage", "auto"] | None = None  # what forward keeps for backward
 
     device: str | None = None  # plan for this device (a40, h100, ...), with estimated costs; without: for this machine
     profile: str | None = None  # costs: a file of scripts/profile.py, "estimate", or "xla" (default: see below)
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of activations on --device
+    precision: Literal["float32", "bfloat16", "mixed"] | None = None  # default: mixed on a --device, else the preset's
     device_memory_gib: float | None = None  # memory of a device (default: what --device has, less a reserve)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device

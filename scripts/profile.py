@@ -10,13 +10,14 @@ this machine use what was measured last.
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from models.presets import load_preset
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import Precision, RunConfig
 from oobleck_jax.errors import OobleckError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import Profiler, cache_folder, place_of
@@ -36,6 +37,7 @@ class Arguments:
     device: str | None = None  # estimate for this device (a40, a100-80gb, h100, ...) instead of measuring here
     microbatch_size: int | None = None  # sequences per microbatch (default: the preset's)
     devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
+    precision: Literal["float32", "bfloat16", "mixed"] | None = None  # as for scripts/train.py (default: the preset's)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device
     output: Path | None = None  # where to write the profile (JSON)
@@ -61,6 +63,7 @@ def _config(arguments: Arguments) -> RunConfig:
     given = {
         "microbatch_size": arguments.microbatch_size,
         "devices_per_node": arguments.devices_per_node,
+        "precision": None if arguments.precision is None else Precision(arguments.precision),
     }
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
@@ -81,7 +84,7 @@ def _estimated(config: RunConfig, arguments: Arguments) -> Profile:
     assert arguments.device is not None
     rates = rates_of(
         device_named(arguments.device),
-        precision="float32",
+        precision=config.precision,
         network_bytes_per_s=arguments.network_gbit * 1e9 / 8,
         network_latency_s=arguments.network_latency_us * 1e-6,
     )

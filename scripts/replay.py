@@ -63,10 +63,10 @@ class Arguments:
     devices_per_node: int | None = None  # devices of each node
     microbatch_size: int | None = None  # sequences per microbatch
     global_batch_size: int | None = None  # sequences per step
-    remat: Literal["none", "dots", "layer"] | None = None  # what the forward pass keeps for the backward pass
+    remat: Literal["none", "dots", "layer", "stage", "auto"] | None = None  # what forward keeps for backward
     device: str | None = None  # replay on this device (a40, h100, ...), with estimated costs; without: this machine
     profile: str | None = None  # costs: a file of scripts/profile.py, "estimate", or "xla"
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of activations on --device
+    precision: Literal["float32", "bfloat16", "mixed"] | None = None  # default: mixed on a --device, else the preset's
     device_memory_gib: float | None = None  # memory of a device (default: what --device has, less a reserve)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device

@@ -121,7 +121,8 @@ def test_a_given_profile_must_be_of_the_same_microbatches(config, tmp_path):
     path.write_bytes(profile_to_json(estimated_profile(config)))
     assert read_profile(path, config) == profile_from_json(path.read_bytes())
     with pytest.raises(
-        PlanError, match="microbatches of 1 and remat layer, but the run has 6 layers, microbatches of 4"
+        PlanError,
+        match="microbatches of 1, precision float32 and remat layer, but the run has 6 layers, microbatches of 4",
     ):
         read_profile(path, replace(config, microbatch_size=4))
     with pytest.raises(PlanError, match=r"absent.json: No such file"):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from models.presets import load_preset
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
 
@@ -23,12 +23,14 @@ def test_without_flags_the_preset_is_run_as_it_is(preset: str) -> None:
 def test_flags_change_what_they_name_and_nothing_else() -> None:
     line = parse(
         *("--preset", "gpt-test", "--steps", "7", "--width", "64", "--no-tie-embeddings", "--clip-norm", "0.5"),
-        *("--remat", "none", "--run-dir", "a/b", "--print-schedule"),
+        *("--precision", "mixed", "--skip-steps", "3", "--remat", "none", "--run-dir", "a/b", "--print-schedule"),
     )
     preset = load_preset("gpt-test")
     assert line.config == replace(
         preset,
         steps=7,
+        precision=Precision.MIXED,
+        skip_steps=3,
         remat=Remat.NONE,
         model=replace(preset.model, width=64, tie_embeddings=False),  # pyright: ignore
         optimizer=replace(preset.optimizer, clip_norm=0.5),
@@ -57,6 +59,13 @@ def test_a_model_of_the_users_own_brings_its_own_flags(tmp_path: Path) -> None:
 def test_a_preset_without_a_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="--preset needs a name: gpt-test, "):
         parse("--preset")
+
+
+def test_float16_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--precision float16 is not there: .* take mixed, whose bfloat16 has the range"
+    ):
+        parse("--preset", "gpt-test", "--precision", "float16")
 
 
 def test_a_token_comes_from_a_flag_or_a_file(tmp_path: Path) -> None:

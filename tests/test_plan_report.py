@@ -10,7 +10,7 @@ from oobleck_jax.planning.plan import Stage, Template
 from scripts.plan import Arguments, config_of, main, report_of
 
 
-LAPTOP = Arguments(preset="gpt-laptop", nodes=7, fault_tolerance=1, device_memory_gib=0.05, profile="estimate")
+LAPTOP = Arguments(preset="gpt-laptop", nodes=7, fault_tolerance=1, device_memory_gib=0.06, profile="estimate")
 
 
 def report(arguments: Arguments) -> Report:
@@ -36,7 +36,7 @@ def test_fault_tolerance_never_makes_a_plan_faster() -> None:
 
 
 def test_loss_of_the_last_node_that_suffices_tells_what_is_missing() -> None:
-    arguments = Arguments(preset="gpt-laptop", nodes=3, device_memory_gib=0.05, profile="estimate")
+    arguments = Arguments(preset="gpt-laptop", nodes=3, device_memory_gib=0.06, profile="estimate")
     outcomes = report(arguments).losses
     assert all(outcome.sizes == () and "smallest pipeline needs 3" in outcome.reason for outcome in outcomes)
 
@@ -58,7 +58,7 @@ def test_command_prints_everything_and_writes_json_and_picture(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (Arguments(preset="gpt3-6.7b", device="a40", nodes=2), "smallest pipeline needs 3; add 1 node"),
+        (Arguments(preset="gpt3-6.7b", device="a40", nodes=2), "smallest pipeline needs 4; add 2 nodes"),
         (Arguments(preset="gpt3-6.7b", device="a41", nodes=2), "--device a41 is not known"),
         (Arguments(preset="gpt3-175b", device="l4", nodes=8), "alone needs"),
         (Arguments(preset="gpt-laptop", nodes=3, fault_tolerance=8), "needs 9 pipelines"),

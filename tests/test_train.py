@@ -126,7 +126,7 @@ def test_help_explains_every_flag_and_shows_the_defaults_of_the_preset(capsys: p
         "--num-blocks INT transformer blocks (default: 12)",
         "--steps INT optimizer steps to run (default: 40000)",
         "--warmup-steps INT steps of linear warm-up from 0 (default: 700)",
-        "--remat {none,dots,layer}",
+        "--remat {none,dots,layer,stage,auto}",
         "gpt-test, gpt-laptop",
     ):
         assert text in out

@@ -18,6 +18,7 @@ _MAY_DIFFER = {
     "remat": "the same numbers, computed once or twice",
     "steps": "the next steps are the same samples; the learning rate is on its way to another last step",
     "init_from": "the parameters are those of the checkpoint",
+    "skip_steps": "decides only what happens to a gradient that is not finite",
     "eval_every": "evaluation changes nothing",
     "eval_batches": "evaluation changes nothing",
     "data": "files move; the data themselves are compared by their fingerprint",

@@ -1,9 +1,10 @@
 """What is known of a run from its configuration, before it begins."""
 
+from functools import partial
 from pathlib import Path
 
 from models.gpt import GptConfig
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import Precision, RunConfig
 from oobleck_jax.dashboard.run_state import RunFacts
 from oobleck_jax.planning.devices import device_of_kind
 from oobleck_jax.propose import estimated_profile, layer_names, layer_sizes
@@ -33,7 +34,7 @@ def facts_of(
         layer_names=layer_names(estimated_profile(config)),
         smallest_num_nodes=smallest_num_nodes,
         flops_per_step=_flops_per_step(config),
-        peak_flops_per_s=peak_flops_per_s,
+        peak_flops_per_s=partial(peak_flops_per_s, precision=config.precision),
         has_actions=has_actions,
     )
 
@@ -45,7 +46,7 @@ def _flops_per_step(config: RunConfig) -> float | None:
     return float(_BACKWARD_AND_FORWARD * forward_flops * config.global_batch_size)
 
 
-def peak_flops_per_s(kind: str) -> float | None:
-    """Return the peak rate of a device that JAX calls by this name, in float32; None: it is not known."""
+def peak_flops_per_s(kind: str, precision: Precision = Precision.FLOAT32) -> float | None:
+    """Return the peak rate of a device that JAX calls by this name; None: it is not known."""
     device = device_of_kind(kind)
-    return None if device is None else device.peak_flops_per_s("float32")
+    return None if device is None else device.peak_flops_per_s(precision)

@@ -4,6 +4,7 @@ It knows no clock, socket or file, so the same class serves the page while the r
 over (fed with the files first), and reports of runs that are over.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class RunState:
         self.plans: list[tuple[float, events.Planned]] = []
         self._nodes = Nodes()
         self._curve = Curve()
+        self._loss: float = math.nan  # the last that was finite
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._phase, self._reason = RunPhase.STARTING, "nodes start"
         self._started: float | None = None
@@ -168,8 +170,9 @@ class RunState:
 
     def _commit(self, committed: events.Committed) -> None:
         self._step, self._last = committed.step + 1, committed
+        self._loss = self._loss if committed.loss is None else committed.loss
         self._recent_s.append(committed.step_time_s)
-        self._curve.add(committed.step, committed.loss, committed.step_time_s)
+        self._curve.add(committed.step, self._loss, committed.step_time_s)
         self._enter(RunPhase.TRAINING, "")
 
     def _add_incident(self, record: events.Incident, now: float) -> None:

@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -192,7 +193,8 @@ class Coordinator:
         if self._finished.done():
             return
         try:
-            for effect in self._membership.handle(given, self._now_s()):
+            effects = self._membership.handle(given, self._now_s())
+            for effect in effects:
                 match effect:
                     case Send():
                         if effect.connection in self._outgoing:
@@ -216,7 +218,8 @@ class Coordinator:
             if not self._finished.done():
                 self._finished.set_exception(error)
             return
-        self._schedule()
+        if effects or not isinstance(given, Received):  # else there is a timer, and it is early enough
+            self._schedule()
 
     def _now_s(self) -> float:
         """Return the time for the machine. It stands still while this process does: no node is late then.
@@ -328,8 +331,14 @@ async def _send_all(websocket: web.WebSocketResponse, outgoing: "asyncio.Queue[m
     """Send what is put into the queue, in order; None closes the connection."""
     with contextlib.suppress(ConnectionError):
         while (message := await outgoing.get()) is not None:
-            await websocket.send_str(messages.encode(message).decode())
+            await websocket.send_str(_text(message))
         await websocket.close()
+
+
+@lru_cache(maxsize=4)
+def _text(message: messages.ToNode) -> str:
+    """Return the JSON of a message; that of one that goes to all members is made once."""
+    return messages.encode(message).decode()
 
 
 def _free_port(host: str) -> int:

@@ -72,6 +72,7 @@ class Course:
         self._what_is_lost = "no live node has the state of the run"
         self._waits_for = ""  # what GATHERING is about
         self._attempts = Attempts()
+        self._num_skipped = 0  # the last so many steps were not finite
         self._starting: int | None = None  # the generation whose fabric is being started
         self._end: Finish | None = None
         self._end_step = terms.steps  # sooner if the run is interrupted
@@ -405,7 +406,8 @@ class Course:
                 current.add_waiting(message, self.now_s)
             case messages.Vote() if message.step == current.step < self._end_step and current.has_vote(message.node):
                 self._incidents.redone(message)
-                match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step):
+                may_skip = self._num_skipped < self._terms.max_skipped
+                match current.add_vote(message, tokens_per_step=self._terms.tokens_per_step, may_skip=may_skip):
                     case Decision() as decision:
                         self._commit(current, decision)
                     case Fault() as fault:
@@ -434,6 +436,7 @@ class Course:
             if not node.takes_part:
                 node.holds = ()  # one that came back with its worker, and now falls behind
         self._attempts.clear()
+        self._num_skipped = self._num_skipped + 1 if decision.global_norm is None else 0
         self._saving.after_commit(current, self.now_s)
         self._close_incidents(current, step, first_step_s=self._committed.step_time_s)
         if not self._stop_if_done(current) and self._terms.on_loss is OnLoss.REGROUP:

@@ -153,13 +153,13 @@ class Generation:
     def add_waiting(self, waiting: messages.Waiting, now_s: float) -> None:
         self._waits.setdefault(waiting.node, {})[waiting.waits_for] = now_s
 
-    def add_vote(self, vote: messages.Vote, *, tokens_per_step: int) -> Decision | Fault | None:
-        """Take note of a vote; return what the step amounts to once all are in."""
+    def add_vote(self, vote: messages.Vote, *, tokens_per_step: int, may_skip: bool) -> Decision | Fault | None:
+        """Take note of a vote; return what the step amounts to once all are in, as `decide` does."""
         self._votes[vote.node] = vote
         self._waits.pop(vote.node, None)
         if len(self._votes) < len(self.workers):
             return None
-        return decide(self._votes, tokens_per_step=tokens_per_step)
+        return decide(self._votes, tokens_per_step=tokens_per_step, may_skip=may_skip)
 
     def has_vote(self, node: NodeId) -> bool:
         """Whether a node may vote on the step in progress: it works, and has not voted yet."""

@@ -132,6 +132,8 @@ class Membership:
             resumed=resumed,
             now_s=now_s,
         )
+        # When to call `handle` at the latest; infinite when finished, and only then.
+        self.wake_s = self._first_deadline()[0]
 
     @property
     def phase(self) -> Phase:
@@ -147,11 +149,6 @@ class Membership:
     def step(self) -> int:
         """The step in progress, which is also the number of committed steps."""
         return self._course.step
-
-    @property
-    def wake_s(self) -> float:
-        """When to call `handle` at the latest; infinite when finished, and only then."""
-        return min((when_s for when_s, _ in self._deadlines()), default=math.inf)
 
     def handle(self, given: Input, now_s: float) -> tuple[Effect, ...]:
         """Take in what happened and return what to do, in this order.
@@ -178,10 +175,14 @@ class Membership:
                 self._asked(given)
             case Tick():
                 pass
-        # What has come in is looked at first: a vote that is in beats a deadline that has passed.
-        while due := [(when_s, act) for when_s, act in self._deadlines() if when_s <= now_s]:
-            min(due, key=lambda item: item[0])[1]()
-        self._course.look_after_saving()
+        # A vote that changes nothing yet moves no deadline, and a step has as many votes as nodes.
+        is_vote = isinstance(given, Received) and isinstance(given.message, messages.Vote)
+        if not (is_vote and self._out.is_empty and now_s < self.wake_s):
+            # What has come in is looked at first: a vote that is in beats a deadline that has passed.
+            while (first := self._first_deadline())[0] <= now_s:
+                first[1]()
+            self._course.look_after_saving()
+            self.wake_s = self._first_deadline()[0]
         return self._out.take()
 
     def why_not(self, asked: Asked) -> str | None:
@@ -381,6 +382,9 @@ class Membership:
         )
 
     # ---------------------------------------------------------------------------------------------------- deadlines
+
+    def _first_deadline(self) -> tuple[float, Callable[[], None]]:
+        return min(self._deadlines(), key=lambda item: item[0], default=(math.inf, lambda: None))
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
         """Yield every wait that is going on: when it ends, and what happens then."""

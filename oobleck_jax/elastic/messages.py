@@ -302,7 +302,7 @@ class Commit(Message, frozen=True, kw_only=True):
 
     generation: int
     step: int
-    global_norm: float
+    global_norm: float | None  # None: not finite; nobody updates
     is_last: bool = False  # there is no next step
 
 

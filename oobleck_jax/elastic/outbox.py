@@ -11,6 +11,10 @@ class Outbox:
     def __init__(self) -> None:
         self._effects: list[Effect] = []
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._effects
+
     def do(self, *effects: Effect) -> None:
         self._effects.extend(effects)
 

@@ -53,7 +53,7 @@ class Terms:
 
     Attributes:
         config_json: what every worker is configured with.
-        config_digest: of `config_json`; a node that has flags of its own must have the same.
+        config_digest: of what the user asked for; a node that has flags of its own must have the same.
         versions: of the software every node must run, by name.
         num_nodes: nodes to wait for at the start.
         max_nodes: the most there can be; None: as many as at the start.
@@ -68,6 +68,7 @@ class Terms:
         place_at_start: cores and number of threads of a node's worker, before there is a plan.
         faults_of: what is to go wrong on purpose with the first worker of a node.
         on_loss: what to do when a node is lost.
+        max_skipped: steps in a row that count although a gradient is not finite, without an update.
         limits: how long each wait may last.
         checkpoints: what is written; None: nothing, and there is nothing to go back to.
     """
@@ -88,6 +89,7 @@ class Terms:
     ahead: tuple[Stage, ...] = ()
     faults_of: Callable[[NodeId], tuple[str, ...]] = lambda node: ()
     on_loss: OnLoss = OnLoss.STOP
+    max_skipped: int = 0
     limits: Limits = field(default_factory=Limits)
     checkpoints: Checkpoints | None = None
 

@@ -13,8 +13,8 @@ from oobleck_jax.planning.plan import NodeId
 class Decision:
     """The step counts."""
 
-    loss: float  # mean over the tokens of the global batch
-    global_norm: float  # of the gradient, each parameter group once
+    loss: float | None  # mean over the tokens of the global batch; None: not finite
+    global_norm: float | None  # of the gradient, each parameter group once; None: not finite, so nobody updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +25,13 @@ class Fault:
     cause: str
 
 
-def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int) -> Decision | Fault:
+def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int, may_skip: bool = False) -> Decision | Fault:
     """Weigh the votes of all nodes of a generation.
 
     The sums are exact (`math.fsum`), so that neither the order of votes nor who holds what changes a bit of them.
+
+    Args:
+        may_skip: a gradient that is not finite is no fault: the step counts, but no node updates.
     """
     ordered = [votes[node] for node in sorted(votes)]
     step = ordered[0].step
@@ -37,21 +40,25 @@ def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int) -> Decision | 
         for report in vote.groups:
             holders.setdefault(report.group, []).append((vote.node, report))
 
-    for vote in ordered:
-        if fault := _not_finite(vote, step):
-            return fault
-    for group, reports in sorted(holders.items()):
-        if fault := _discord(group, reports, step):
-            return fault
+    faults = [fault for vote in ordered if (fault := _not_finite(vote, step))]
+    if faults and not may_skip:
+        return faults[0]
+    if not faults:  # what is not used need not agree
+        for group, reports in sorted(holders.items()):
+            if fault := _discord(group, reports, step):
+                return fault
     num_tokens = sum(vote.num_tokens for vote in ordered)
     if num_tokens != tokens_per_step:
         shares = ", ".join(f"node {vote.node}: {vote.num_tokens}" for vote in ordered if vote.num_tokens)
         cause = f"step {step} has {tokens_per_step} tokens, but the losses cover {num_tokens} ({shares})"
         return Fault(node=None, cause=cause)
 
-    loss_sum = math.fsum(vote.loss_sum or 0.0 for vote in ordered)
+    losses = [vote.loss_sum for vote in ordered if vote.loss_sum is not None]
+    loss = math.fsum(losses) / num_tokens if len(losses) == len(ordered) else None
+    if faults:
+        return Decision(loss=loss, global_norm=None)
     squared_norm = math.fsum(holders[group][0][1].squared_norm or 0.0 for group in sorted(holders))
-    return Decision(loss=loss_sum / num_tokens, global_norm=math.sqrt(squared_norm))
+    return Decision(loss=loss, global_norm=math.sqrt(squared_norm))
 
 
 def _not_finite(vote: Vote, step: int) -> Fault | None:
@@ -61,7 +68,7 @@ def _not_finite(vote: Vote, step: int) -> Fault | None:
     where = f"the gradient of {groups[0]}" if groups else "the loss" if vote.loss_sum is None else "a gradient"
     cause = (
         f"step {step} diverged: {where} on node {vote.node} is not finite; "
-        "lower --peak-learning-rate, or raise --warmup-steps"
+        "lower --peak-learning-rate, raise --warmup-steps, or let a few such steps in a row be skipped by --skip-steps"
     )
     return Fault(node=vote.node, cause=cause)
 

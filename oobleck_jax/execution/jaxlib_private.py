@@ -169,10 +169,15 @@ def strip_residuals(vjp: Any) -> Any:
     """Return the function that `jax.vjp` gave without its primals, to be returned from a jitted forward pass.
 
     A jitted function that returns `vjp` as it is copies all parameters into its outputs. The primals are given back by
-    `restore_residuals`.
+    `restore_residuals`; what says that one is not needed stays.
     """
     primals: list[Any] = _require(vjp, "args_res")
-    return replace(vjp, args_res=[None] * len(primals))
+    return replace(vjp, args_res=[primal if _is_not_needed(primal) else None for primal in primals])
+
+
+def needed_primals(stripped: Any) -> tuple[bool, ...]:
+    """Return which primals a stripped `vjp` needs back."""
+    return tuple(not _is_not_needed(primal) for primal in _require(stripped, "args_res"))
 
 
 def restore_residuals(vjp: Any, primals: Sequence[Any]) -> Any:
@@ -180,11 +185,12 @@ def restore_residuals(vjp: Any, primals: Sequence[Any]) -> Any:
 
     Args:
         vjp: from `strip_residuals`, possibly through a jitted function.
-        primals: what the forward pass was differentiated at, in the same order.
+        primals: what the forward pass was differentiated at, in the same order; anything where it is not needed.
     """
     stripped: list[Any] = _require(vjp, "args_res")
     assert len(stripped) == len(primals), f"the forward pass had {len(stripped)} primals, {len(primals)} are given"
-    return replace(vjp, args_res=list(primals))
+    both = zip(stripped, primals, strict=True)
+    return replace(vjp, args_res=[old if _is_not_needed(old) else primal for old, primal in both])
 
 
 # -------------------------------------------------------------------------------------------------- private
@@ -199,6 +205,10 @@ def _reserved(bind_address: str) -> Iterator[str]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does, so that it can share the port
         holder.bind(place)
         yield f"{host}:{holder.getsockname()[1]}"
+
+
+def _is_not_needed(primal: Any) -> bool:
+    return type(primal).__name__ == "NotNeeded"
 
 
 def _jaxlib() -> ModuleType:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt
 
+from oobleck_jax.config import Precision
+from oobleck_jax.execution.precision import as_computed, as_kept
 from oobleck_jax.model import Layer
 
 
@@ -29,15 +31,16 @@ class LayerFunctions:
     """What to do with the layers of one kind.
 
     Attributes:
-        own_shapes: own parameters of one layer, as `jax.ShapeDtypeStruct`s.
+        precision: of the run.
+        own_shapes: own parameters of one layer as they are kept, as `jax.ShapeDtypeStruct`s.
         tied_shapes: parameters of each tied attribute, by the attribute's name.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
+    def __init__(self, layer: Layer, precision: Precision = Precision.FLOAT32) -> None:
+        self._layer, self.precision = layer, precision
         self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: layer.create(nnx.Rngs(0))))
         shapes = nnx.to_pure_dict(self._state)
-        self.own_shapes, self.tied_shapes = self.split(jax.tree.map(_shape_only, shapes))
+        self.own_shapes, self.tied_shapes = self.split(as_kept(jax.tree.map(_shape_only, shapes), precision))
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """Return (own, tied) of a layer's whole parameter tree."""
@@ -49,13 +52,17 @@ class LayerFunctions:
         """Return own and tied parameters of a layer: a function of seed and layer, not of any partition."""
         key = jax.random.fold_in(jax.random.key(seed), layer)
         _, state = nnx.split(self._layer.create(nnx.Rngs(params=key)))
-        return self.split(nnx.to_pure_dict(state))
+        return self.split(as_kept(nnx.to_pure_dict(state), self.precision))
 
     def module(self, own: Params, tied: Params) -> Any:
         """Return the Flax module with these parameters."""
         state = jax.tree.map(lambda leaf: leaf, self._state)  # replace_by_pure_dict works in place
         nnx.replace_by_pure_dict(state, own | tied)
         return nnx.merge(self._graphdef, state)
+
+    def apply(self, own: Params, tied: Params, x: Array, keys: Array | None) -> Array:
+        """Return the activations that a layer makes of its input; not for the last layer, which makes logits."""
+        return as_computed(self.module(own, tied)(x, keys), self.precision)
 
 
 def input_specs(
@@ -75,9 +82,9 @@ def input_specs(
         key = (layer.kind, x.shape, str(x.dtype))
         if key not in known:
             known[key] = jax.eval_shape(
-                lambda own, tied, x, called=called: called.module(own, tied)(x, None),
-                called.own_shapes,
-                called.tied_shapes,
+                lambda own, tied, x, called=called: called.apply(own, tied, x, None),
+                as_computed(called.own_shapes, called.precision),
+                as_computed(called.tied_shapes, called.precision),
                 x,
             )
         specs.append(known[key])

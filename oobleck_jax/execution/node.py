@@ -122,7 +122,7 @@ class NodeTrainer:
         self._watch = Stopwatch(self._recorder)
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
         by_kind = {layer.kind: layer for layer in model.layers}
-        self._functions = {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
+        self._functions = {kind: LayerFunctions(layer, config.precision) for kind, layer in by_kind.items()}
         self._library = SpanLibrary(self.home, self._functions)
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
@@ -353,13 +353,14 @@ class NodeTrainer:
             },
         )
 
-    def commit(self, step: int, global_norm: float) -> None:
-        """Update parameters and optimizer state with the sums of the step just computed."""
+    def commit(self, step: int, global_norm: float | None) -> None:
+        """Update parameters and optimizer state with the sums of the step just computed; not if they are not finite."""
         self._watch.lap(Activity.VOTE, step)
-        factor = clip_factor(self._config.optimizer, global_norm)
-        rate = learning_rate(self._config, step)
-        for stage in self._stages.values():
-            stage.update(self._sums, factor, rate)
+        if global_norm is not None:
+            factor = clip_factor(self._config.optimizer, global_norm)
+            rate = learning_rate(self._config, step)
+            for stage in self._stages.values():
+                stage.update(self._sums, factor, rate)
         self._sums = {}
         self._link.settle()
         self._watch.lap(Activity.UPDATE, step)
@@ -412,5 +413,6 @@ class NodeTrainer:
             builder=self._builder,
             microbatch=self._microbatch,
             x_spec=self._x_specs[local.stage.first_layer],
+            precision=self._config.precision,
             remat=self._config.remat,
         )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from oobleck_jax.config import OptimizerConfig
 from oobleck_jax.execution.layer_functions import Params, unflatten_layers
+from oobleck_jax.execution.precision import like, widened
 
 
 def adamw(config: OptimizerConfig, learning_rate: Float[Array, ""] | float) -> optax.GradientTransformation:
@@ -41,13 +42,14 @@ def update_groups(
     clip_factor: Float[Array, ""],
     learning_rate: Float[Array, ""],
 ) -> tuple[Params, Any]:
-    """Return new parameters and optimizer state of N stacked groups."""
+    """Return new parameters and optimizer state of N stacked groups, computed in float32 and kept as they were."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
     gradients = unflatten_layers(gradient_NP * clip_factor, shapes)
 
     def update_one(params: Params, state: Any, gradient: Params) -> tuple[Params, Any]:
-        updates, state = adamw(config, learning_rate).update(gradient, state, params)
-        return optax.apply_updates(params, updates), state  # pyright: ignore[reportReturnType]
+        wide = widened(params)
+        updates, next_state = adamw(config, learning_rate).update(gradient, widened(state), wide)
+        return like(optax.apply_updates(wide, updates), params), like(next_state, state)
 
     return jax.vmap(update_one)(params, optimizer_state, gradients)
 

@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import Precision, RunConfig
 from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
-from oobleck_jax.execution.layout import MAX_SPAN_LAYERS, groups_of, own_group
+from oobleck_jax.execution.layout import groups_of, own_group
+from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per_byte
+from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
 
@@ -59,7 +61,7 @@ def measure_profile(
             progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
             devices = StageDevices(home.devices[:count])
             span = _span(config, model, kind, x_specs[kind], home, devices)
-            costs[kind].append(_measure(span, repetitions))
+            costs[kind].append(_measure(span, repetitions, _temporary_bytes(config, model, span)))
             outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
     progress("update", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
     update_s_per_byte = _measure_update(config, model, x_specs, home, repetitions)
@@ -91,6 +93,9 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
         home = Home(jax.local_devices(backend="cpu")[:1])
         span = _span(config, model, kind, x_spec, home, StageDevices(home.devices), num_layers=1)
         forward, backward = _analysed(span)
+        # Of as many layers as are scanned together; times are of one, because XLA counts what is repeated once.
+        together = _span(config, model, kind, x_spec, home, StageDevices(home.devices))
+        temporary = _temporary_bytes(config, model, together)
         parameter_bytes = _bytes(span.params_specs)
         kept = _kept_bytes(span)
         outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
@@ -107,8 +112,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
                 forward_s=seconds(forward, count) + gather_s(count, parameter_bytes),
                 backward_s=seconds(backward, count) + gather_s(count, 2 * parameter_bytes),
                 residual_bytes=-(-kept // count),
-                temporary_bytes=-(-max(forward.temporary_bytes, backward.temporary_bytes) // count)
-                + (parameter_bytes if count > 1 else 0),
+                temporary_bytes=-(-temporary // count) + (parameter_bytes if count > 1 else 0),
             )
             for count in device_counts
         )
@@ -128,7 +132,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
 # -- measuring
 
 
-def _measure(span: Span, repetitions: int) -> LayerCost:
+def _measure(span: Span, repetitions: int, num_temporary_bytes: int) -> LayerCost:
     """Time a span's programs; return the cost of one of its layers."""
     arguments = _random_arguments(span)
     params, x, acc, randomness, layer = arguments
@@ -143,25 +147,26 @@ def _measure(span: Span, repetitions: int) -> LayerCost:
             return value, acc, dx
 
         forward_s, backward_s = 0.0, _least_s(loss, repetitions)
-        program, residual_bytes = span.loss_and_gradients, 0
+        residual_bytes = 0
     else:
         y, residuals = span.forward(params, x, randomness, layer)
+        kept = span.kept(x, residuals)
 
         def backward() -> Any:
             nonlocal acc
-            acc, dx = span.backward(params, x, residuals, y, acc)
+            acc, dx = span.backward(params, kept, y, acc)
             return acc, dx
 
         forward_s = _least_s(lambda: span.forward(params, x, randomness, layer), repetitions)
         backward_s = _least_s(backward, repetitions)
-        program, residual_bytes = span.backward, _kept_bytes(span)
+        residual_bytes = _kept_bytes(span)
     count = len(span.devices.devices)
     return LayerCost(
         num_devices=count,
         forward_s=forward_s / num_layers,
         backward_s=backward_s / num_layers,
         residual_bytes=-(-residual_bytes // (num_layers * count)),
-        temporary_bytes=_temporary_bytes(program),
+        temporary_bytes=num_temporary_bytes,
     )
 
 
@@ -190,7 +195,7 @@ def _measure_update(
 
     The kind of layer with the most parameters stands for all.
     """
-    functions = _functions(model)
+    functions = _functions(model, config.precision)
     sizes = [num_elements(functions[layer.kind].own_shapes) for layer in model.layers]
     kind = model.layers[sizes.index(max(sizes))].kind
     devices = StageDevices(home.devices[:1])
@@ -233,28 +238,18 @@ def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
 class _Work:
     flops: float
     memory_bytes: float
-    temporary_bytes: int
 
 
 def _analysed(span: Span) -> tuple[_Work, _Work]:
     """Return the work of forward and backward of a span of one layer; the last layer has it all in backward."""
     if span.key.is_last:
-        return _Work(flops=0, memory_bytes=0, temporary_bytes=0), _work(span.loss_and_gradients)
+        return _Work(flops=0, memory_bytes=0), _work(span.loss_and_gradients)
     return _work(span.forward), _work(span.backward)
 
 
 def _work(program: jax.stages.Compiled) -> _Work:
     analysis: Any = program.cost_analysis()
-    return _Work(
-        flops=float(analysis.get("flops", 0.0)),
-        memory_bytes=float(analysis.get("bytes accessed", 0.0)),
-        temporary_bytes=_temporary_bytes(program),
-    )
-
-
-def _temporary_bytes(program: jax.stages.Compiled) -> int:
-    analysis: Any = program.memory_analysis()
-    return int(analysis.temp_size_in_bytes)
+    return _Work(flops=float(analysis.get("flops", 0.0)), memory_bytes=float(analysis.get("bytes accessed", 0.0)))
 
 
 # -- both
@@ -262,15 +257,15 @@ def _temporary_bytes(program: jax.stages.Compiled) -> int:
 
 def _inputs(config: RunConfig, model: LayeredModel) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of the input of each kind of layer, one microbatch."""
-    functions = _functions(model)
+    functions = _functions(model, config.precision)
     tokens_BT = jax.ShapeDtypeStruct((config.microbatch_size, config.sequence_length), jnp.int32)
     specs = input_specs(model.layers, functions, tokens_BT)
     return {layer.kind: spec for layer, spec in reversed(list(zip(model.layers, specs, strict=True)))}
 
 
-def _functions(model: LayeredModel) -> dict[str, LayerFunctions]:
+def _functions(model: LayeredModel, precision: Precision) -> dict[str, LayerFunctions]:
     by_kind = {layer.kind: layer for layer in model.layers}
-    return {kind: LayerFunctions(layer) for kind, layer in by_kind.items()}
+    return {kind: LayerFunctions(layer, precision) for kind, layer in by_kind.items()}
 
 
 def _span(
@@ -293,17 +288,25 @@ def _span(
         x_dtype=str(x_spec.dtype),
         targets_shape=(config.microbatch_size, config.sequence_length),
         devices=devices.key,
-        remat=config.remat,
+        precision=config.precision,
+        remat=config.remat.of_layers,
         is_stochastic=model.is_stochastic,
     )
-    return Span(key=key, functions=LayerFunctions(members[0]), home=home, devices=devices)
+    return Span(key=key, functions=LayerFunctions(members[0], config.precision), home=home, devices=devices)
+
+
+def _temporary_bytes(config: RunConfig, model: LayeredModel, span: Span) -> int:
+    builder = StateBuilder(model, _functions(model, config.precision), groups_of(model), config.optimizer, span.home)
+    layers = [number for number, layer in enumerate(model.layers) if layer.kind == span.key.kind]
+    own = [own_group(number) for number in layers[: span.key.num_layers]]
+    tied = [[name] for _, name in model.layers[layers[0]].tied]
+    runs = [own, *tied] if builder.sizes[own[0]] else tied
+    return temporary_bytes(span, builder, runs)
 
 
 def _kept_bytes(span: Span) -> int:
-    """Return what a span keeps of a microbatch from forward to backward: its input and the residuals."""
-    if span.key.is_last:
-        return 0
-    return _bytes(span.x_spec) + _bytes(span.residual_shapes)
+    """Return what a span keeps of a microbatch from forward to backward."""
+    return 0 if span.key.is_last else _bytes(span.kept_shapes)
 
 
 def _bytes(tree: Any) -> int:
@@ -322,19 +325,19 @@ def _profile(
     sum_rate: Rate,
     update_s_per_byte: float,
 ) -> Profile:
-    functions = _functions(model)
+    functions = _functions(model, config.precision)
     tied = [group for group in groups_of(model) if group.attribute is not None]
     return Profile(
         device=device,
         source=source,
         microbatch_size=config.microbatch_size,
-        precision="float32",
+        precision=config.precision,
         remat=config.remat,
         layers=tuple(
             LayerProfile(
                 kind=layer.kind,
                 costs=costs[layer.kind],
-                state=adamw_state(num_elements(functions[layer.kind].own_shapes)),
+                state=adamw_state(num_elements(functions[layer.kind].own_shapes), config.precision),
                 output_bytes=outputs[layer.kind],
             )
             for layer in model.layers
@@ -344,7 +347,8 @@ def _profile(
                 name=group.name,
                 layers=group.layers,
                 state=adamw_state(
-                    num_elements(functions[model.layers[group.layers[0]].kind].tied_shapes[group.attribute or ""])
+                    num_elements(functions[model.layers[group.layers[0]].kind].tied_shapes[group.attribute or ""]),
+                    config.precision,
                 ),
             )
             for group in tied

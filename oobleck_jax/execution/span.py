@@ -5,7 +5,8 @@ A stage is a few spans: embedding, a run of n blocks, head. Each span has its ow
 be compiled before the first failure.
 
 - `forward(params, x, ...) -> y, residuals`; residuals never carry parameters (they are put back for `backward`).
-- `backward(params, x, residuals, dy, acc) -> acc, dx`; `acc` are the float32 sums of gradients, updated in place.
+- `backward(params, kept, dy, acc) -> acc, dx`; `acc` are the float32 sums of gradients, updated in place; `kept` are
+  the residuals, with `x` only where the derivative needs it: scanned layers have it among their residuals.
 - `loss_and_gradients(params, x, targets, scale, acc, ...) -> loss, acc, dx` of the last layer: one program.
 - `infer` and `infer_loss` are the same without gradients and randomness.
 
@@ -20,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.execution.home import Home, StageDevices
-from oobleck_jax.execution.jaxlib_private import restore_residuals, strip_residuals
+from oobleck_jax.execution.jaxlib_private import needed_primals, restore_residuals, strip_residuals
 from oobleck_jax.execution.layer_functions import (
     LayerFunctions,
     Params,
@@ -30,25 +31,26 @@ from oobleck_jax.execution.layer_functions import (
     flatten_layers,
     keys_of,
 )
+from oobleck_jax.execution.precision import as_computed
 
 
 SpanParams: TypeAlias = tuple[Params, dict[str, Params]]
 """(own parameters stacked `[N, ...]`, tied parameters by attribute stacked `[1, ...]`)."""
 
 
-class _program:
+class _once:
     """A property that is computed once. Unlike `functools.cached_property` before Python 3.12 it holds no lock that all
     spans share: one thread compiles for later while another one recovers."""
 
-    def __init__(self, make: Callable[["Span"], jax.stages.Compiled]) -> None:
+    def __init__(self, make: Callable[["Span"], Any]) -> None:
         self._make = make
         self.__doc__ = make.__doc__
 
     def __get__(self, span: "Span | None", owner: type) -> Any:
         if span is None:
             return self
-        program = span.__dict__[self._make.__name__] = self._make(span)
-        return program
+        value = span.__dict__[self._make.__name__] = self._make(span)
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,7 @@ class SpanKey:
     x_dtype: str
     targets_shape: tuple[int, ...]
     devices: tuple[int, ...]
+    precision: Precision
     remat: Remat
     is_stochastic: bool
 
@@ -80,8 +83,8 @@ class Span:
 
     def __post_init__(self) -> None:
         scanned = not self.functions.tied_shapes and not self.key.is_last
-        own, tied = self.functions.own_shapes, self.functions.tied_shapes
-        call = (lambda own, tied, x: self.functions.module(own, tied)(x, None)) if not self.key.is_last else _no_output
+        own, tied = self._shapes
+        call = (lambda own, tied, x: self.functions.apply(own, tied, x, None)) if not self.key.is_last else _no_output
         y = jax.eval_shape(call, own, tied, self.x_spec)
         scanned = scanned and (y.shape, y.dtype) == (self.x_spec.shape, self.x_spec.dtype)
         assert scanned or self.key.num_layers == 1, (
@@ -91,6 +94,11 @@ class Span:
         object.__setattr__(self, "y_spec", self.devices.batch_spec(y.shape, y.dtype))
 
     # -- shapes of arguments
+
+    @property
+    def _shapes(self) -> SpanParams:
+        """Own and tied parameters of one layer, as it computes with them."""
+        return as_computed((self.functions.own_shapes, self.functions.tied_shapes), self.key.precision)
 
     @property
     def x_spec(self) -> jax.ShapeDtypeStruct:
@@ -104,8 +112,9 @@ class Span:
     @property
     def params_specs(self) -> SpanParams:
         stack = lambda tree, n: jax.tree.map(lambda s: jax.ShapeDtypeStruct((n, *s.shape), s.dtype), tree)  # noqa: E731
-        own = stack(self.functions.own_shapes, self.key.num_layers)
-        tied = {attribute: stack(tree, 1) for attribute, tree in self.functions.tied_shapes.items()}
+        own, tied = self._shapes
+        own = stack(own, self.key.num_layers)
+        tied = {attribute: stack(tree, 1) for attribute, tree in tied.items()}
         return self.devices.parameter_specs((own, tied), num_stacked_dims=1)
 
     @property
@@ -115,9 +124,14 @@ class Span:
         )
 
     @property
-    def residual_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """What `forward` keeps for `backward`, beside the input."""
-        return jax.eval_shape(self._forward, self.params_specs, self.x_spec, self.random_specs, self._layer_spec)[1]
+    def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What stays of a microbatch from `forward` to `backward`."""
+        specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
+        return self.kept(self.x_spec, jax.eval_shape(self._forward, *specs)[1])
+
+    def kept(self, x: Any, residuals: list[Any]) -> list[Any]:
+        """Return what `backward` needs of a forward pass."""
+        return [x, *residuals] if self._needs_x else residuals
 
     @property
     def random_specs(self) -> Any:
@@ -138,7 +152,7 @@ class Span:
 
     # -- programs
 
-    @_program
+    @_once
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
         specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
@@ -147,27 +161,29 @@ class Span:
             shardings = jax.tree.map(lambda _: self.devices.replicated, jax.eval_shape(self._forward, *specs))
         return self.home.compiled((self.key, "forward"), self._forward, specs, out_shardings=shardings)
 
-    @_program
+    @_once
     def backward(self) -> jax.stages.Compiled:
-        """`(params, x, residuals, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
-        shapes = self.residual_shapes
-        residual_specs = [
+        """`(params, kept, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
+        shapes = self.kept_shapes
+        shardings = self.kept(self.x_spec.sharding, list(self.forward.output_shardings[1]))
+        kept_specs = [
             jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-            for shape, sharding in zip(shapes, self.forward.output_shardings[1], strict=True)
+            for shape, sharding in zip(shapes, shardings, strict=True)
         ]
 
-        def backward(params: SpanParams, x: Array, residuals: list[Array], dy: Array, acc: SpanParams) -> Any:
+        def backward(params: SpanParams, kept: list[Array], dy: Array, acc: SpanParams) -> Any:
+            x, residuals = (kept[0], kept[1:]) if self._needs_x else (None, kept)
             stripped = jax.tree.unflatten(self._residual_structure[0], residuals)
             primals = (params,) if self.takes_tokens else (params, x)
             gradients = restore_residuals(stripped, primals)(dy)
             return _accumulate(acc, gradients[0]), None if self.takes_tokens else gradients[1]
 
-        specs = (self.params_specs, self.x_spec, residual_specs, self.y_spec, self.accumulator_specs)
+        specs = (self.params_specs, kept_specs, self.y_spec, self.accumulator_specs)
         return self.home.compiled(
-            (self.key, "backward"), backward, specs, donate=(4,), out_shardings=self._gradient_shardings
+            (self.key, "backward"), backward, specs, donate=(3,), out_shardings=self._gradient_shardings
         )
 
-    @_program
+    @_once
     def loss_and_gradients(self) -> jax.stages.Compiled:
         """`(params, x, targets, scale, acc, randomness, layer) -> loss, acc, dx`; `acc` is donated.
 
@@ -201,7 +217,7 @@ class Span:
         shardings = (scalar.sharding, *self._gradient_shardings)
         return self.home.compiled((self.key, "loss"), loss_and_gradients, specs, donate=(4,), out_shardings=shardings)
 
-    @_program
+    @_once
     def infer(self) -> jax.stages.Compiled:
         """`(params, x) -> y` without randomness."""
         zero = jnp.int32(0)
@@ -212,7 +228,7 @@ class Span:
             out_shardings=self.y_spec.sharding,
         )
 
-    @_program
+    @_once
     def infer_loss(self) -> jax.stages.Compiled:
         """`(params, x, targets) -> loss`, the sum over the tokens, without randomness."""
         return self.home.compiled(
@@ -222,7 +238,7 @@ class Span:
             out_shardings=self.devices.replicated,
         )
 
-    @_program
+    @_once
     def zeros(self) -> jax.stages.Compiled:
         """`() -> acc`, empty gradient sums."""
         specs = self.accumulator_specs
@@ -233,7 +249,7 @@ class Span:
             out_shardings=jax.tree.map(lambda spec: spec.sharding, specs),
         )
 
-    @_program
+    @_once
     def flatten(self) -> jax.stages.Compiled:
         """`(acc) -> (own[N, P], {attribute: [1, P]})`, gradient sums as rows of float32."""
         return self.home.compiled(
@@ -257,11 +273,12 @@ class Span:
 
     def _apply(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Array:
         if not self.is_scanned:
-            return self._module(params)(x, keys_of(randomness, first_layer))
+            own, tied = jax.tree.map(lambda leaf: leaf[0], params)
+            return self.functions.apply(own, tied, x, keys_of(randomness, first_layer))
 
         def body(h: Array, own_and_layer: tuple[Params, Array]) -> tuple[Array, None]:
             own, layer = own_and_layer
-            return self.functions.module(own, {})(h, keys_of(randomness, layer)), None
+            return self.functions.apply(own, {}, h, keys_of(randomness, layer)), None
 
         layers = first_layer + jnp.arange(self.key.num_layers, dtype=jnp.int32)
         return jax.lax.scan(_rematerialised(body, self.key.remat), x, (params[0], layers))[0]
@@ -276,6 +293,14 @@ class Span:
         # The structure holds the traced backward pass; it stays here, so that programs exchange plain arrays.
         residuals, self._residual_structure[:] = _flatten(strip_residuals(vjp))
         return y, residuals
+
+    @_once
+    def _needs_x(self) -> bool:
+        """Whether `backward` needs the input as it is."""
+        if not self._residual_structure:
+            jax.eval_shape(self._forward, self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
+        stripped = jax.tree.unflatten(self._residual_structure[0], self._residual_structure[0].num_leaves * [None])
+        return not self.takes_tokens and needed_primals(stripped)[1]
 
     @property
     def _gradient_shardings(self) -> Any:
@@ -319,3 +344,5 @@ def _rematerialised(body: Any, remat: Remat) -> Any:
             return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         case Remat.LAYER:
             return jax.checkpoint(body)
+        case _:
+            raise AssertionError(f"layers know nothing of remat {remat}")

@@ -3,7 +3,7 @@
 Shapes: B microbatch, T sequence, N layers of a span, P parameters of a layer.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
 from oobleck_jax.execution.pace import Pace
@@ -53,6 +53,7 @@ class StageRuntime:
         builder: StateBuilder,
         microbatch: MicrobatchShape,
         x_spec: jax.ShapeDtypeStruct,
+        precision: Precision,
         remat: Remat,
     ) -> None:
         self.local = local
@@ -71,7 +72,8 @@ class StageRuntime:
                 x_dtype=str(spec.dtype),
                 targets_shape=microbatch.shape,
                 devices=self.devices.key,
-                remat=remat,
+                precision=precision,
+                remat=remat.of_layers,
                 is_stochastic=model.is_stochastic,
             )
             span = library.span(key, self.devices)
@@ -80,7 +82,8 @@ class StageRuntime:
         self.y_spec = spec
         self._runs: dict[tuple[str, ...], ParameterRun] = {}
         self._accumulators: list[SpanParams] = []
-        self._saved: dict[int, list[tuple[Any, Any]]] = {}
+        self._is_recomputed = remat is Remat.STAGE
+        self._saved: dict[int, Callable[[Pace], list[Any]]] = {}  # by microbatch, what gives what its spans kept
         numbers = [np.int32(layer_span.first_layer) for layer_span, _ in self._spans]
         self._layer_numbers: list[jax.Array] = jax.device_put(numbers, self.devices.replicated)
 
@@ -111,6 +114,9 @@ class StageRuntime:
         for names in self.run_names:
             key = self._builder.update_key(names, self.devices)
             calls[key] = partial(self._builder.compile_update, names, self.devices)
+            if self._builder.rounds:
+                key = self._builder.rounding_key(names, self.devices)
+                calls[key] = partial(self._builder.compile_rounding, names, self.devices)
         return calls
 
     def adopt(self, held: "StageRuntime") -> None:
@@ -154,15 +160,17 @@ class StageRuntime:
 
     def forward(self, microbatch: int, x: jax.Array, randomness: Any, pace: Pace) -> jax.Array:
         """Run a microbatch forward; not for the last stage, whose forward is part of `loss_and_backward`."""
-        saved: list[tuple[Any, Any]] = []
-        for number, (_, span) in enumerate(self._spans):
-            x = self._forward_span(number, span, x, randomness, saved, pace)
-        self._saved[microbatch] = saved
-        return x
+        y, kept = self._forward_spans(len(self._spans), x, randomness, pace)
+        if self._is_recomputed:
+            del kept
+            self._saved[microbatch] = lambda pace: self._forward_spans(len(self._spans), x, randomness, pace)[1]
+        else:
+            self._saved[microbatch] = lambda pace: kept
+        return y
 
     def backward(self, microbatch: int, dy: jax.Array, pace: Pace) -> jax.Array | None:
         """Run a microbatch backward; returns the gradient of its input, None on the first stage."""
-        return self._backward_spans(self._saved.pop(microbatch), dy, pace)
+        return self._backward_spans(self._saved.pop(microbatch)(pace), dy, pace)
 
     def loss_and_backward(
         self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any, pace: Pace
@@ -172,9 +180,7 @@ class StageRuntime:
         Returns:
             The loss summed over the microbatch's tokens, and the gradient of the input (None on the first stage).
         """
-        saved: list[tuple[Any, Any]] = []
-        for number, (_, span) in enumerate(self._spans[:-1]):
-            x = self._forward_span(number, span, x, randomness, saved, pace)
+        x, kept = self._forward_spans(len(self._spans) - 1, x, randomness, pace)
         span = self._spans[-1][1]
         loss, self._accumulators[-1], dx = pace.run(
             (span.key, "loss"),
@@ -187,7 +193,7 @@ class StageRuntime:
             randomness,
             self._layer_numbers[-1],
         )
-        return loss, self._backward_spans(saved, dx, pace)
+        return loss, self._backward_spans(kept, dx, pace)
 
     def infer(self, x: jax.Array, pace: Pace) -> jax.Array:
         """Run a microbatch forward without gradients; of the last stage all but the last layer."""
@@ -204,9 +210,10 @@ class StageRuntime:
     def gradients(self) -> dict[str, np.ndarray]:
         """Return the gradient sums by group, float32[P] each; a tied group's contributions are added up."""
         rows: dict[str, np.ndarray] = {}
-        for (layer_span, span), accumulator in zip(self._spans, self._accumulators, strict=True):
-            own_NP, tied = span.flatten(accumulator)
+        for number, (layer_span, span) in enumerate(self._spans):
+            own_NP, tied = span.flatten(self._accumulators[number])
             own_NP = np.asarray(own_NP)
+            self._accumulators[number] = ({}, {})  # at once: all of them would be there twice
             for index, layer in enumerate(layer_span.layers):
                 rows[own_group(layer)] = own_NP[index]
             for attribute, name in self._tied_names(layer_span).items():
@@ -233,27 +240,32 @@ class StageRuntime:
 
     # -- helpers
 
-    def _forward_span(
-        self, number: int, span: Span, x: jax.Array, randomness: Any, saved: list[Any], pace: Pace
-    ) -> jax.Array:
-        arguments = (self._params(number), x, randomness, self._layer_numbers[number])
-        y, residuals = pace.run((span.key, "forward"), span.forward, *arguments)
-        saved.append((x, residuals))
-        return y
+    def _forward_spans(
+        self, num_spans: int, x: jax.Array, randomness: Any, pace: Pace
+    ) -> tuple[jax.Array, list[list[jax.Array]]]:
+        """Run the first spans forward; return the last one's output, and what each keeps."""
+        kept: list[list[jax.Array]] = []
+        for number, (_, span) in enumerate(self._spans[:num_spans]):
+            arguments = (self._params(number), x, randomness, self._layer_numbers[number])
+            y, residuals = pace.run((span.key, "forward"), span.forward, *arguments)
+            kept.append(span.kept(x, residuals))
+            x = y
+        return x, kept
 
-    def _backward_spans(self, saved: Sequence[tuple[Any, Any]], dy: jax.Array | None, pace: Pace) -> jax.Array | None:
-        for number in reversed(range(len(saved))):
-            x, residuals = saved[number]
+    def _backward_spans(self, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace) -> jax.Array | None:
+        """Run the first spans backward; what they kept is dropped as it is used."""
+        while kept:
+            number = len(kept) - 1
             span = self._spans[number][1]
-            arguments = (self._params(number), x, residuals, dy, self._accumulators[number])
+            arguments = (self._params(number), kept.pop(), dy, self._accumulators[number])
             self._accumulators[number], dy = pace.run((span.key, "backward"), span.backward, *arguments)
         return dy
 
     def _params(self, number: int) -> SpanParams:
         layer_span, _ = self._spans[number]
         run = self._runs.get(_own_groups(layer_span))
-        return run.params if run else {}, {
-            attribute: self._runs[(name,)].params for attribute, name in self._tied_names(layer_span).items()
+        return run.computed if run else {}, {
+            attribute: self._runs[(name,)].computed for attribute, name in self._tied_names(layer_span).items()
         }
 
     def _tied_names(self, layer_span: LayerSpan) -> dict[str, str]:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oobleck_jax.config import OptimizerConfig
+from oobleck_jax.config import OptimizerConfig, Precision
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, Params, num_elements
 from oobleck_jax.execution.layout import Group
 from oobleck_jax.execution.optimizer import init_optimizer, update_groups
+from oobleck_jax.execution.precision import as_computed
 from oobleck_jax.model import LayeredModel
 
 
@@ -31,11 +32,16 @@ class GroupState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRun:
-    """Groups of equal structure on the devices of one stage, every leaf stacked `[len(groups), ...]`."""
+    """Groups of equal structure on the devices of one stage, every leaf stacked `[len(groups), ...]`.
+
+    Attributes:
+        computed: the parameters as layers compute with them: `params` itself, or a copy rounded once per step.
+    """
 
     groups: tuple[str, ...]
     params: Params
     optimizer_state: Any
+    computed: Params
 
 
 class StateBuilder:
@@ -43,6 +49,7 @@ class StateBuilder:
 
     Attributes:
         sizes: number of parameters of each group.
+        rounds: whether layers compute with rounded copies of the parameters.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class StateBuilder:
     ) -> None:
         self._model, self._functions, self._optimizer, self._home = model, functions, optimizer, home
         self._state_shapes: dict[tuple[str, str | None], GroupState] = {}
+        self._precision = next(iter(functions.values())).precision
+        self.rounds = self._precision is Precision.MIXED
         self._updates: dict[Hashable, jax.stages.Compiled] = {}
         self._groups = {group.name: group for group in groups}
         self.sizes = {group.name: num_elements(self.shapes(group.name)) for group in groups}
@@ -71,7 +80,7 @@ class StateBuilder:
         layer = group.layers[0]
         kind = self._model.layers[layer].kind
         scalar = StageDevices(self._home.devices[:1]).replicated_spec((), jnp.uint32)
-        init = self._home.compiled(("init", kind), self._functions[kind].init, (scalar, scalar))
+        init = self._home.compiled(("init", kind, self._precision), self._functions[kind].init, (scalar, scalar))
         own, tied = init(np.uint32(seed % 2**32), np.uint32(layer))
         params = own if group.attribute is None else tied[group.attribute]
         # AdamW starts from zeros: the shapes are enough, and no program is needed.
@@ -103,7 +112,8 @@ class StateBuilder:
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *both)
         shardings = jax.tree.map(lambda leaf: devices.of_parameter(leaf.shape, num_stacked_dims=1), stacked)
         params, optimizer_state = jax.device_put(stacked, shardings)  # all at once: many small calls take far longer
-        return ParameterRun(groups=tuple(names), params=params, optimizer_state=optimizer_state)
+        computed = self._computed(names, params, devices)
+        return ParameterRun(groups=tuple(names), params=params, optimizer_state=optimizer_state, computed=computed)
 
     def unstack(self, run: ParameterRun) -> dict[str, GroupState]:
         """Return the states of the groups of a run as numpy arrays."""
@@ -115,6 +125,24 @@ class StateBuilder:
             )
             for index, name in enumerate(run.groups)
         }
+
+    def compile_rounding(self, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
+        """`(params) -> params`, as layers compute with them; one program for all, so that replicas are equal."""
+        specs = self._params_specs(names, devices)
+        shardings = jax.tree.map(lambda spec: spec.sharding, specs)
+        return self._home.compiled(
+            self.rounding_key(names, devices),
+            lambda params: as_computed(params, self._precision),
+            (specs,),
+            out_shardings=shardings,
+        )
+
+    def rounding_key(self, names: Sequence[str], devices: StageDevices) -> Hashable:
+        """Return what the program of `compile_rounding` depends on."""
+        return "round", *self._structure_key(names), devices.key, self._precision
+
+    def _computed(self, names: Sequence[str], params: Params, devices: StageDevices) -> Params:
+        return self.compile_rounding(names, devices)(params) if self.rounds else params
 
     def compile_update(self, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
         """`(params, optimizer_state, gradient[N, P], clip_factor, learning_rate) -> params, optimizer_state`.
@@ -128,16 +156,23 @@ class StateBuilder:
 
     def update_key(self, names: Sequence[str], devices: StageDevices) -> Hashable:
         """Return what the program of `compile_update` depends on."""
+        return "update", *self._structure_key(names), devices.key, self._optimizer
+
+    def _structure_key(self, names: Sequence[str]) -> tuple[Hashable, ...]:
         shapes = self.shapes(names[0])
         leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shapes))
-        return "update", str(jax.tree.structure(shapes)), leaves, len(names), devices.key, self._optimizer
+        return str(jax.tree.structure(shapes)), leaves, len(names)
+
+    def _params_specs(self, names: Sequence[str], devices: StageDevices) -> Params:
+        shapes = self.shapes(names[0])
+        stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((len(names), *s.shape), s.dtype), shapes)
+        return devices.parameter_specs(stacked, num_stacked_dims=1)
 
     def _compile_update(self, key: Hashable, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
-        count = len(names)
-        params = jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), self.shapes(names[0]))
+        params = self._params_specs(names, devices)
         state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), params)
-        params, state = devices.parameter_specs((params, state), num_stacked_dims=1)
-        gradient = devices.replicated_spec((count, self.sizes[names[0]]), jnp.float32)
+        state = devices.parameter_specs(state, num_stacked_dims=1)
+        gradient = devices.replicated_spec((len(names), self.sizes[names[0]]), jnp.float32)
         scalar = devices.replicated_spec((), jnp.float32)
         return self._home.compiled(
             key,
@@ -162,4 +197,9 @@ class StateBuilder:
         gradient = jax.device_put(gradient_NP, devices.replicated)
         factors = [jax.device_put(np.float32(value), devices.replicated) for value in (clip_factor, learning_rate)]
         params, optimizer_state = program(run.params, run.optimizer_state, gradient, *factors)
-        return replace(run, params=params, optimizer_state=optimizer_state)
+        return replace(
+            run,
+            params=params,
+            optimizer_state=optimizer_state,
+            computed=self._computed(run.groups, params, devices),
+        )

@@ -104,7 +104,7 @@ def checksum_of(leaves: Sequence[np.ndarray]) -> int:
     """Return 64 bits: the sum of all 32-bit words, each leaf's weighed by its place so that swaps show."""
     total = 0
     for place, leaf in enumerate(leaves, start=1):
-        words = np.ascontiguousarray(leaf).reshape(-1).view(np.uint32)
+        words = _words(leaf)
         total += place * int(np.add.reduce(words, dtype=np.uint64))
     return total % 2**64
 
@@ -116,21 +116,32 @@ def _checksum(words: np.ndarray) -> np.ndarray:
 
 
 def _num_words(shapes: GroupState) -> int:
-    """Return the length of a packed state; all its leaves have elements of 4 bytes."""
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    """Return the length of a packed state."""
+    return sum(_length(leaf) for leaf in jax.tree.leaves(shapes))
 
 
 def _pack(state: GroupState) -> np.ndarray:
     """Return a state as uint32[n]: the bits of its leaves, one after the other."""
-    return np.concatenate([np.ascontiguousarray(leaf).reshape(-1).view(np.uint32) for leaf in jax.tree.leaves(state)])
+    return np.concatenate([_words(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def _unpack(words: np.ndarray, shapes: GroupState) -> GroupState:
     """Invert `_pack`; the leaves share the memory of the words."""
     leaves, structure = jax.tree.flatten(shapes)
-    ends = np.cumsum([leaf.size for leaf in leaves])
+    ends = np.cumsum([_length(leaf) for leaf in leaves])
     parts = [
-        words[end - leaf.size : end].view(leaf.dtype).reshape(leaf.shape)
+        words[end - _length(leaf) : end].view(leaf.dtype)[: leaf.size].reshape(leaf.shape)
         for leaf, end in zip(leaves, ends, strict=True)
     ]
     return jax.tree.unflatten(structure, parts)
+
+
+def _words(leaf: np.ndarray) -> np.ndarray:
+    """Return the bits of an array as uint32[n], filled up with zeros; a view where there is nothing to fill up."""
+    flat = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+    missing = -flat.size % 4
+    return (np.concatenate([flat, np.zeros(missing, np.uint8)]) if missing else flat).view(np.uint32)
+
+
+def _length(shape: np.ndarray | jax.ShapeDtypeStruct) -> int:
+    return -(-shape.size * shape.dtype.itemsize // 4)

@@ -1,5 +1,9 @@
 """Tables of what any run of layers costs on any number of devices, in whole nanoseconds and bytes.
 
+Memory of a stage, on each of its devices: the state of its layers; what they keep of each microbatch in flight; what
+the largest program needs while it runs; and activations on their way (`_passing_bytes`). Where a stage is computed
+again (`Remat.STAGE`) only its input stays of a microbatch, but what the layers keep of one must fit, too.
+
 Planning is done with integers: sums do not depend on their order, and two candidates that are equally good are
 exactly equal, so that all machines and Python versions choose the same one.
 """
@@ -10,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck_jax.config import Remat
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.profile import LayerCost, Profile
 
@@ -85,6 +90,15 @@ def tabulate(profile: Profile, *, devices_per_node: int, num_microbatches: int, 
     backward_ns = np.stack([_range_sums([round(cost.backward_s * NS_PER_S) for cost in row]) for row in costs])
     residual_bytes = np.stack([_range_sums([cost.residual_bytes for cost in row]) for row in costs])
     temporary_bytes = np.stack([_range_maxima([cost.temporary_bytes for cost in row]) for row in costs])
+    input_bytes = np.stack([_input_bytes(profile, row) for row in costs])
+    temporary_bytes += np.stack([_passing_bytes(inputs) for inputs in input_bytes])
+    if profile.remat is Remat.STAGE:
+        is_again = np.arange(profile.num_layers + 1) < profile.num_layers  # by end: the last stage goes back at once
+        temporary_bytes += np.where(is_again, residual_bytes, 0)
+        backward_ns += np.where(is_again, forward_ns, 0)
+        residual_bytes = np.where(
+            is_again, np.triu(np.broadcast_to(input_bytes[:, :, None], residual_bytes.shape), 1), residual_bytes
+        )
     state_bytes = _state_sums(profile, [layer.state.total_bytes for layer in profile.layers], "total_bytes")
     gradient_bytes = _state_sums(profile, [layer.state.gradient_bytes for layer in profile.layers], "gradient_bytes")
     divided = -(-state_bytes // np.array(counts)[:, None, None])
@@ -129,6 +143,28 @@ def _cost(profile: Profile, layer: int, num_devices: int) -> LayerCost:
     return cost
 
 
+def _input_bytes(profile: Profile, costs: list[LayerCost]) -> Ints:
+    """Return the bytes of the input of each layer on one device, and of the targets, which the last one takes, too.
+
+    Tokens and targets are as large; what the first layer keeps is not less, and its output is far more.
+    """
+    outputs = [-(-layer.output_bytes // costs[0].num_devices) for layer in profile.layers]
+    tokens = min(costs[0].residual_bytes, outputs[0])
+    return np.array([tokens, *outputs[:-1], tokens], dtype=np.int64)
+
+
+def _passing_bytes(inputs: Ints) -> Ints:
+    """Return the table of activations, and gradients of them, that are there while a stage runs a program.
+
+    At each end of the stage the one at work, and the next one that has come or the last one that has not been fetched
+    yet; one more at one end, since both can be; and within the stage what a program takes and gives.
+    """
+    within = np.zeros((len(inputs), len(inputs)), dtype=np.int64)
+    within[:-1] = _range_maxima(inputs[:-1].tolist())[1:]
+    ends = 2 * (inputs[:, None] + inputs) + np.maximum(inputs[:, None], inputs)
+    return np.triu(ends + 2 * within, 1)
+
+
 def _range_sums(values: list[int]) -> Ints:
     """Return the table of sums over `[first, end)`; 0 where that is empty or reversed."""
     sums = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
@@ -153,8 +189,12 @@ def _state_sums(profile: Profile, own_bytes: list[int], attribute: str) -> Ints:
 
 
 def _layer_classes(profile: Profile) -> tuple[int, ...]:
+    input_bytes = [0, *(layer.output_bytes for layer in profile.layers)]
     descriptions = [
-        (layer.costs, layer.state, layer.output_bytes, tuple(g.name for g in profile.tied_groups if number in g.layers))
+        (
+            *(layer.costs, layer.state, input_bytes[number], layer.output_bytes),
+            tuple(group.name for group in profile.tied_groups if number in group.layers),
+        )
         for number, layer in enumerate(profile.layers)
     ]
     numbers = {description: number for number, description in reversed(list(enumerate(descriptions)))}

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from oobleck_jax.config import Precision
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.estimate import DeviceRates
 from oobleck_jax.planning.profile import Rate
@@ -35,8 +36,8 @@ class Device:
     node_bytes_per_s: float  # peak, one way, between devices of a node
     matmul_fraction: float  # of the peak that is reached
 
-    def peak_flops_per_s(self, precision: str) -> float:
-        return self.float32_flops_per_s if precision == "float32" else self.bfloat16_flops_per_s
+    def peak_flops_per_s(self, precision: Precision) -> float:
+        return self.float32_flops_per_s if precision is Precision.FLOAT32 else self.bfloat16_flops_per_s
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -102,7 +103,9 @@ def device_of_kind(kind: str) -> Device | None:
     return max(fitting, key=lambda device: len(device.name), default=None)
 
 
-def rates_of(device: Device, *, precision: str, network_bytes_per_s: float, network_latency_s: float) -> DeviceRates:
+def rates_of(
+    device: Device, *, precision: Precision, network_bytes_per_s: float, network_latency_s: float
+) -> DeviceRates:
     """Return the rates that a device reaches, with a network of this peak rate in each direction between nodes."""
     network = Rate(bytes_per_s=network_bytes_per_s * BANDWIDTH_FRACTION, latency_s=network_latency_s)
     return DeviceRates(

@@ -6,7 +6,8 @@ Good enough to plan for devices that one does not have, and to have a first plan
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
+from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
 
 
@@ -21,7 +22,7 @@ class LayerSize:
     num_outputs: int  # numbers that go on to the next layer
     num_residuals: int  # numbers kept for the backward pass
     num_temporaries: int  # numbers alive at once while it runs
-    is_recomputed: bool = True  # in the backward pass, when remat is "layer"; layers at the ends never are
+    is_recomputed: bool = True  # in the backward pass, by remat "layer"; layers at the ends never are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +45,25 @@ LAPTOP_RATES = DeviceRates(
     link=Rate(bytes_per_s=1e9, latency_s=2e-4),
     sum=Rate(bytes_per_s=1e9, latency_s=2e-4),
 )
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def gpt_sizes(
-    *, num_blocks: int, width: int, num_heads: int, vocab_size: int, sequence_length: int, remat: Remat
+    *,
+    num_blocks: int,
+    width: int,
+    num_heads: int,
+    vocab_size: int,
+    sequence_length: int,
+    remat: Remat,
+    logits_at_once: int | None = None,
 ) -> tuple[LayerSize, ...]:
     """Return the sizes of a GPT-2: embedding (token and position), blocks, head (norm and tied projection).
 
     Operations are counted as in Narayanan et al. 2021 (section 5.1), kept numbers as in Korthikanti et al. 2022
     (section 4.1), without dropout.
+
+    Args:
+        logits_at_once: how many exist at a time, of each sequence; None: all.
     """
     tokens = sequence_length * width
     scores = num_heads * sequence_length**2
@@ -73,7 +83,7 @@ def gpt_sizes(
         num_parameters=12 * width**2 + 13 * width,
         forward_flops=24 * tokens * width + 4 * tokens * sequence_length,
         num_outputs=tokens,
-        num_residuals=kept_of_block[remat],
+        num_residuals=kept_of_block[remat.of_layers],
         num_temporaries=16 * tokens + 2 * scores,
     )
     head = LayerSize(
@@ -83,7 +93,8 @@ def gpt_sizes(
         forward_flops=2 * tokens * vocab_size,
         num_outputs=0,
         num_residuals=tokens,
-        num_temporaries=2 * tokens + 2 * sequence_length * vocab_size,
+        num_temporaries=2 * tokens
+        + 2 * min(sequence_length * vocab_size, logits_at_once or sequence_length * vocab_size),
         is_recomputed=False,
     )
     return (embedding, *[block] * num_blocks, head)
@@ -93,7 +104,7 @@ def estimate_profile(
     sizes: Sequence[LayerSize],
     *,
     microbatch_size: int,
-    precision: str = "float32",
+    precision: Precision = Precision.FLOAT32,
     remat: Remat = Remat.DOTS,
     rates: DeviceRates = LAPTOP_RATES,
     devices_per_node: int = 1,
@@ -102,13 +113,12 @@ def estimate_profile(
 
     A forward pass takes the longer of its operations and its traffic to memory; a backward pass is two forward passes,
     and a third where the layer is recomputed. Devices of a node share a microbatch perfectly but for gathering the
-    layer's parameters, once forward and twice backward. State is float32, as AdamW keeps it. Layers
-    with tied parameters share one group.
+    layer's parameters, once forward and twice backward. Layers with tied parameters share one group.
 
     Args:
         sizes: of all layers, in order.
         microbatch_size: sequences per microbatch.
-        precision: of activations: float32, bfloat16 or float16.
+        precision: of the run; `rates` are those for it.
         remat: what the sizes assume to be kept.
         rates: of the device and its connections.
         devices_per_node: the profile has costs for each power of two up to this.
@@ -116,7 +126,7 @@ def estimate_profile(
     counts = [1 << power for power in range(devices_per_node.bit_length())]
     owners = tuple(number for number, size in enumerate(sizes) if size.num_tied_parameters)
     tied = (
-        (TiedGroup(name="tied", layers=owners, state=adamw_state(sizes[owners[0]].num_tied_parameters)),)
+        (TiedGroup(name="tied", layers=owners, state=adamw_state(sizes[owners[0]].num_tied_parameters, precision)),)
         if owners
         else ()
     )
@@ -126,7 +136,7 @@ def estimate_profile(
         microbatch_size=microbatch_size,
         precision=precision,
         remat=remat,
-        layers=tuple(_layer(size, microbatch_size, BYTES_OF[precision], remat, rates, counts) for size in sizes),
+        layers=tuple(_layer(size, microbatch_size, precision, remat, rates, counts) for size in sizes),
         tied_groups=tied,
         link=rates.link,
         sum=rates.sum,
@@ -144,12 +154,20 @@ def update_s_per_byte(rates: DeviceRates) -> float:
 
 
 def _layer(
-    size: LayerSize, microbatch_size: int, width_bytes: int, remat: Remat, rates: DeviceRates, counts: Sequence[int]
+    size: LayerSize,
+    microbatch_size: int,
+    precision: Precision,
+    remat: Remat,
+    rates: DeviceRates,
+    counts: Sequence[int],
 ) -> LayerProfile:
+    width_bytes = precision.bytes_of_activation
     parameter_bytes = width_bytes * (size.num_parameters + size.num_tied_parameters)
     moved_bytes = parameter_bytes + 2 * width_bytes * size.num_temporaries * microbatch_size  # written and read
     forward_s = max(size.forward_flops * microbatch_size / rates.flops_per_s, moved_bytes / rates.memory_bytes_per_s)
-    passes = 3 if remat is Remat.LAYER and size.is_recomputed else 2
+    num_scanned = MAX_SPAN_LAYERS if size.is_recomputed else 1
+    gradient_bytes = 4 * num_scanned * (size.num_parameters + size.num_tied_parameters)  # before they are added up
+    passes = 3 if remat.of_layers is Remat.LAYER and size.is_recomputed else 2
 
     def cost(num_devices: int) -> LayerCost:
         gather_s = parameter_bytes * (num_devices - 1) / num_devices / rates.node_bytes_per_s
@@ -158,20 +176,24 @@ def _layer(
             forward_s=forward_s / num_devices + gather_s,
             backward_s=passes * forward_s / num_devices + 2 * gather_s,
             residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_devices),
-            temporary_bytes=-(-size.num_temporaries * microbatch_size * width_bytes // num_devices)
+            temporary_bytes=-(-(size.num_temporaries * microbatch_size * width_bytes + gradient_bytes) // num_devices)
             + (parameter_bytes if num_devices > 1 else 0),
         )
 
     return LayerProfile(
         kind=size.kind,
         costs=tuple(cost(count) for count in counts),
-        state=adamw_state(size.num_parameters),
+        state=adamw_state(size.num_parameters, precision),
         output_bytes=size.num_outputs * microbatch_size * width_bytes,
     )
 
 
-def adamw_state(num_parameters: int) -> StateBytes:
-    """Return the bytes of float32 parameters, gradient sums and AdamW's two moments."""
+def adamw_state(num_parameters: int, precision: Precision = Precision.FLOAT32) -> StateBytes:
+    """Return the bytes of parameters, float32 gradient sums and AdamW's two moments."""
+    kept = 2 if precision is Precision.BFLOAT16 else 4
     return StateBytes(
-        parameter_bytes=4 * num_parameters, gradient_bytes=4 * num_parameters, optimizer_bytes=8 * num_parameters
+        parameter_bytes=kept * num_parameters,
+        gradient_bytes=4 * num_parameters,
+        optimizer_bytes=2 * kept * num_parameters,
+        rounded_bytes=2 * num_parameters if precision is Precision.MIXED else 0,
     )

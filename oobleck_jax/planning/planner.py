@@ -217,7 +217,7 @@ def _no_pipeline_fits(templates: Templates, num_nodes: int) -> PlanError:
         device_memory_bytes=templates.device_memory_bytes,
     )
     ways = [] if profile.microbatch_size == 1 else ["lower --microbatch-size"]
-    ways += [] if profile.remat is Remat.LAYER else ["keep less with --remat layer"]
+    ways += [] if profile.remat is Remat.STAGE else ["keep less with --remat stage"]
     if largest.smallest is not None:
         ways = [f"add {_count(largest.smallest - num_nodes, 'node')}", *ways]
         return NotEnoughNodes(

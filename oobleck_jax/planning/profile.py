@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.errors import PlanError
 
 
@@ -21,7 +21,7 @@ class LayerCost:
     forward_s: float
     backward_s: float
     residual_bytes: int  # of each device; kept from forward to backward of a microbatch
-    temporary_bytes: int  # of each device; needed while the layer runs
+    temporary_bytes: int  # of each device; needed by a program of the layer while it runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +31,11 @@ class StateBytes:
     parameter_bytes: int
     gradient_bytes: int  # of the float32 sums; also what holders exchange once per step
     optimizer_bytes: int
+    rounded_bytes: int = 0  # of the copy of the parameters that layers compute with, where there is one
 
     @property
     def total_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.rounded_bytes
 
     @property
     def copied_bytes(self) -> int:
@@ -82,7 +83,7 @@ class Profile:
     device: str  # what the costs hold for, for people
     source: str  # "measured", or how they were estimated
     microbatch_size: int
-    precision: str  # of activations, such as "float32"
+    precision: Precision
     remat: Remat
     layers: tuple[LayerProfile, ...]
     tied_groups: tuple[TiedGroup, ...]
@@ -149,4 +150,4 @@ def _numbers(cost: LayerCost) -> tuple[float, ...]:
 
 
 def _state(state: StateBytes) -> tuple[int, ...]:
-    return (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes)
+    return (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes, state.rounded_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.planning.devices import Device, device_named, rates_of
 from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
 from oobleck_jax.replay.workload import Workload
@@ -71,12 +71,12 @@ def paper_workload(name: str, *, device: str = "a40") -> Workload:
     model = PAPER_MODELS[name]
     kind: Device = device_named(device)
     rates = rates_of(
-        kind, precision="bfloat16", network_bytes_per_s=NETWORK_BYTES_PER_S, network_latency_s=NETWORK_LATENCY_S
+        kind, precision=Precision.MIXED, network_bytes_per_s=NETWORK_BYTES_PER_S, network_latency_s=NETWORK_LATENCY_S
     )
     profile = estimate_profile(
         model.sizes(),
         microbatch_size=model.microbatch_size,
-        precision="bfloat16",
+        precision=Precision.MIXED,
         remat=Remat.LAYER,
         rates=rates,
     )

@@ -13,6 +13,7 @@ from oobleck_jax.checkpoint.named_arrays import named_arrays
 from oobleck_jax.checkpoint.reader import read_state
 from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written, write_group
+from oobleck_jax.config import Precision
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.layer_functions import LayerFunctions
 from oobleck_jax.execution.layout import groups_of
@@ -26,10 +27,10 @@ from tests.execution.thread_cluster import plan_of, run_cluster, run_generations
 CONFIG = load_preset("gpt-test")
 
 
-@pytest.fixture(scope="module")
-def builder() -> StateBuilder:
+@pytest.fixture(scope="module", params=[Precision.FLOAT32, Precision.BFLOAT16])
+def builder(request: pytest.FixtureRequest) -> StateBuilder:
     model = CONFIG.model.build()
-    functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+    functions = {layer.kind: LayerFunctions(layer, request.param) for layer in model.layers}
     return StateBuilder(model, functions, groups_of(model), CONFIG.optimizer, Home(jax.devices("cpu")[:1]))
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from oobleck_jax import events
@@ -53,6 +54,29 @@ def test_a_run_goes_from_joins_to_its_last_commit() -> None:
     assert simulation.records(events.Committed)[0].grad_norm == math.sqrt(NUM_LAYERS)
     assert [record.loss for record in simulation.records(events.Evaluated)] == [1.0]
     assert simulation.machine.phase is Phase.FINISHED
+
+
+def test_steps_that_are_not_finite_are_skipped_by_all_alike_but_not_too_many_in_a_row() -> None:
+    simulation, nodes = running(max_skipped=2)
+
+    def step(*, is_finite: bool) -> None:
+        for node in nodes:
+            if not is_finite and node.id == 1:
+                node.outbox[-1] = msgspec.structs.replace(node.outbox[-1], is_finite=False)
+            simulation.deliver(node)
+        for node in nodes:
+            node.work()
+
+    for is_finite in (False, False, True, False, False):
+        step(is_finite=is_finite)
+    norms = [None, None, math.sqrt(NUM_LAYERS), None, None]
+    assert [record.grad_norm for record in simulation.records(events.Committed)] == norms
+    assert [message.global_norm for message in simulation.sent(messages.Commit)] == [
+        norm for norm in norms for _ in nodes
+    ]
+    step(is_finite=False)
+    assert [record.step for record in simulation.records(events.Committed)] == [0, 1, 2, 3, 4]
+    assert "step 5 diverged: a gradient on node 1 is not finite" in simulation.records(events.Failed)[0].cause
 
 
 def test_the_last_step_waits_for_its_evaluation() -> None:

@@ -73,6 +73,14 @@ def test_what_is_not_finite_is_a_fault_that_says_where() -> None:
         assert f"step 4 diverged: {where} not finite; lower --peak-learning-rate" in fault.cause
 
 
+def test_a_step_that_may_be_skipped_counts_without_a_norm() -> None:
+    for changes, loss in (({"norms": {"a": None}}, 2.0), ({"norms": {}, "loss_sum": None}, None)):
+        other = vote(1, norms={"a": 1.0}, num_tokens=1)
+        decision = decide(by_node(vote(0, num_tokens=1, **changes), other), tokens_per_step=2, may_skip=True)
+        assert decision == Decision(loss=loss, global_norm=None)
+    assert isinstance(decide(by_node(vote(0, norms={"a": None})), tokens_per_step=2, may_skip=True), Fault)
+
+
 def test_a_sum_that_is_not_finite_travels_as_null() -> None:
     sent = vote(0, norms={"a": math.nan}, num_tokens=1, loss_sum=math.inf)
     received = decode_to_coordinator(encode(sent))

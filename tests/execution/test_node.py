@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from models.presets import load_preset
-from oobleck_jax.config import Remat, RunConfig
+from oobleck_jax.config import Precision, Remat, RunConfig
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.layer_functions import LayerFunctions, keys_of
 from oobleck_jax.execution.layout import groups_of, own_group
+from oobleck_jax.execution.precision import as_computed
 from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.model import Layer, LayeredModel
 from tests.execution.thread_cluster import flat, plan_of, run_cluster, run_generations, shared_home
@@ -35,19 +36,20 @@ def reference_gradients(config: RunConfig, plan, step: int) -> dict[str, np.ndar
     gradient = _whole_gradient(config)
     builder = StateBuilder(
         model,
-        {layer.kind: LayerFunctions(layer) for layer in model.layers},
+        {layer.kind: LayerFunctions(layer, config.precision) for layer in model.layers},
         groups_of(model),
         config.optimizer,
         shared_home(config.model, 1),
     )
     params = {name: builder.initial(name, config.seed).params for name in builder.sizes}
+    params = as_computed(params, config.precision)
     # Each use of a tied parameter is a variable of its own, so that their gradients are added up last.
     uses = [(name, layer) for name in builder.sizes for layer in _layers_of(model, name)]
     variables = {use: params[use[0]] for use in uses}
     indices = dataset.sample_indices(step)
     by_pipeline = []
     for number in range(len(plan.pipelines)):
-        total = jax.tree.map(np.zeros_like, variables)
+        total = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), variables)
         for microbatch in plan.microbatches_of(number):
             samples = indices[microbatch * config.microbatch_size :][: config.microbatch_size]
             one = gradient(variables, dataset.tokens(samples), np.uint32(step), samples.astype(np.uint32))
@@ -66,7 +68,7 @@ def _layers_of(model, name: str) -> tuple[int, ...]:
 @functools.cache
 def _whole_gradient(config: RunConfig):
     model = config.model.build()
-    functions = [LayerFunctions(layer) for layer in model.layers]
+    functions = [LayerFunctions(layer, config.precision) for layer in model.layers]
 
     first, block, head = functions[0], functions[1], functions[-1]
     last = len(functions) - 1
@@ -82,9 +84,9 @@ def _whole_gradient(config: RunConfig):
 
         def body(h, own_and_number):
             own, number = own_and_number
-            return block.module(own, {})(h, keys(number)), None
+            return block.apply(own, {}, h, keys(number)), None
 
-        h = first.module(variables[own_group(0), 0], tied(variables, 0))(tokens_BT[:, :-1], keys(jnp.int32(0)))
+        h = first.apply(variables[own_group(0), 0], tied(variables, 0), tokens_BT[:, :-1], keys(jnp.int32(0)))
         blocks = [variables[own_group(number), number] for number in range(1, last)]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
         # A barrier on each side of the blocks, so that XLA does not fuse, and round, across them.
@@ -134,9 +136,24 @@ def test_gradients_equal_single_device_T1(plan):
             np.testing.assert_array_equal(gradients[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("precision", [Precision.MIXED, Precision.BFLOAT16])
+def test_gradients_equal_single_device_to_the_bit_in_less_precision_T1(precision):
+    config = config_of(precision=precision)
+    plan = PLANS["3 stages"]
+    gradients = merged(run_cluster(config, plan, steps=1).gradients)
+    for name, value in reference_gradients(config, plan, 0).items():
+        np.testing.assert_array_equal(gradients[name], value, err_msg=name)
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"dropout_rate": 0.2}, {"tie_embeddings": False}, {"remat": Remat.NONE}, {"remat": Remat.DOTS}],
+    [
+        {"dropout_rate": 0.2},
+        {"tie_embeddings": False},
+        {"remat": Remat.NONE},
+        {"remat": Remat.DOTS},
+        {"remat": Remat.STAGE},
+    ],
     ids=lambda changes: next(iter(changes)) + "=" + str(next(iter(changes.values()))),
 )
 def test_gradients_equal_single_device_with_options_T1(changes):
@@ -207,8 +224,9 @@ def test_gradients_equal_with_several_devices_a_node_T1():
         assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
 
 
-def test_gradients_are_bitwise_equal_for_every_cut_T1():
-    config = config_of(dropout_rate=0.2)
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.MIXED])
+def test_gradients_are_bitwise_equal_for_every_cut_T1(precision):
+    config = config_of(dropout_rate=0.2, precision=precision)
     cuts = ([6], [1, 5], [2, 4], [3, 2, 1], [1, 1, 1, 1, 1, 1])
     runs = [merged(run_cluster(config, plan_of((cut, 4), ([4, 2], 4)), steps=1).gradients) for cut in cuts]
     for run in runs[1:]:
@@ -225,8 +243,11 @@ def test_different_plans_have_the_same_losses_T2():
     assert one.losses[-1] < one.losses[0]
 
 
-def test_all_holders_of_a_layer_are_equal_after_20_steps_T3():
-    run = run_cluster(config_of(steps=20), plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=20)
+@pytest.mark.parametrize("precision", Precision)
+def test_all_holders_of_a_layer_are_equal_after_some_steps_T3(precision):
+    run = run_cluster(
+        config_of(steps=20, precision=precision), plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=10
+    )
     holders: dict[str, list] = {}
     for states in run.states.values():
         for name, state in states.items():
@@ -240,8 +261,9 @@ def test_all_holders_of_a_layer_are_equal_after_20_steps_T3():
             jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), state, found[0])
 
 
-def test_losses_after_a_change_of_membership_are_those_without_T2():
-    config = config_of(steps=12)
+@pytest.mark.parametrize("precision", Precision)
+def test_losses_after_a_change_of_membership_are_those_without_T2(precision):
+    config = config_of(steps=12, precision=precision)
     expected = run_cluster(config, plan_of(([3, 3], 8)), steps=12)
     first = plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2))  # nodes 0 1 2 | 3 4 | 5
     second = rebind(plan_of(([3, 3], 5), ([4, 2], 3)), [0, 2, 3, 4])  # 1 and 5 are lost; 0 and 2 must fetch layers
@@ -256,6 +278,30 @@ def test_losses_after_a_change_of_membership_are_those_without_T2():
     for name, found in holders.items():
         for state in found[1:]:
             jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=name), state, found[0])
+
+
+def test_a_step_that_is_skipped_changes_no_state():
+    config, plan = config_of(steps=3), plan_of(([3, 3], 4), ([6], 4))
+    expected = run_cluster(config, plan, steps=2)
+    skipped = run_cluster(config, plan, steps=3, skipped=(2,))
+    assert len(skipped.losses) == 3
+    jax.tree.map(np.testing.assert_array_equal, skipped.states, expected.states)
+
+
+def test_losses_of_less_precision_are_close_to_those_of_float32():
+    runs = {
+        precision: run_cluster(config_of(precision=precision), plan_of(([3, 3], 8)), steps=20)
+        for precision in Precision
+    }
+    exact = np.array(runs[Precision.FLOAT32].losses)
+    assert exact[-1] < exact[0] - 0.5
+    for precision in (Precision.MIXED, Precision.BFLOAT16):
+        losses = np.array(runs[precision].losses)
+        assert 0 < np.abs(losses - exact).max() < 0.05, precision
+    (states,) = [states for node, states in runs[Precision.MIXED].states.items() if node == 0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(states["layer-001"].params)} == {np.dtype(np.float32)}
+    (states,) = [states for node, states in runs[Precision.BFLOAT16].states.items() if node == 0]
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(states["layer-001"].params)} == {"bfloat16"}
 
 
 def rebind(plan, nodes):

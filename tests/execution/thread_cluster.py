@@ -62,9 +62,11 @@ def plan_of(*pipelines: tuple[list[int], int], devices: int = 1) -> Plan:
     return Plan(pipelines=tuple(made))
 
 
-def run_cluster(config: RunConfig, plan: Plan, *, steps: int, evaluate: bool = False) -> ClusterRun:
-    """Train `steps` steps of a plan, every node a thread."""
-    return run_generations(config, [(plan, steps)], evaluate=evaluate)
+def run_cluster(
+    config: RunConfig, plan: Plan, *, steps: int, evaluate: bool = False, skipped: Sequence[int] = ()
+) -> ClusterRun:
+    """Train `steps` steps of a plan, every node a thread; the `skipped` ones without an update."""
+    return run_generations(config, [(plan, steps)], evaluate=evaluate, skipped=skipped)
 
 
 def run_generations(
@@ -74,6 +76,7 @@ def run_generations(
     evaluate: bool = False,
     wasted_step: bool = False,
     restored: tuple[ReadState, int] | None = None,
+    skipped: Sequence[int] = (),
 ) -> ClusterRun:
     """Train with one plan after the other, each for so many steps; nodes that are not in the next plan are lost.
 
@@ -82,7 +85,7 @@ def run_generations(
         wasted_step: each generation but the last also computes a step that is never committed.
         restored: where the first generation takes its states from, and its first step.
     """
-    cluster = _Cluster(config, plans, restored)
+    cluster = _Cluster(config, plans, restored, skipped)
     with ThreadPoolExecutor(len(cluster.nodes)) as pool:
         futures = [pool.submit(cluster.run_node, node, evaluate, wasted_step) for node in cluster.nodes]
         errors = [error for future in futures if (error := future.exception(timeout=10 * LIMIT_S))]
@@ -99,9 +102,13 @@ def run_generations(
 
 class _Cluster:
     def __init__(
-        self, config: RunConfig, plans: Sequence[tuple[Plan, int]], restored: tuple[ReadState, int] | None
+        self,
+        config: RunConfig,
+        plans: Sequence[tuple[Plan, int]],
+        restored: tuple[ReadState, int] | None,
+        skipped: Sequence[int],
     ) -> None:
-        self._restored = restored
+        self._restored, self._skipped = restored, skipped
         self.nodes = sorted({node for plan, _ in plans for node in plan.nodes})
         self.trainers: dict[NodeId, NodeTrainer] = {}
         self.gradients: dict[NodeId, dict[str, np.ndarray]] = {}
@@ -168,7 +175,7 @@ class _Cluster:
             barrier.wait()
             if rank == 0:
                 self.losses.append(loss)
-            trainer.commit(step, norm)
+            trainer.commit(step, None if step in self._skipped else norm)
         if evaluate and is_last:
             total = trainer.evaluate(first_step + steps - 1, patience)
             self.evaluations[node] = (total.loss_sum, total.num_tokens)

@@ -53,7 +53,7 @@ class Classifier(nnx.Module):
     def loss(
         self, x_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], keys_B: Key[Array, " B"] | None = None
     ) -> Float[Array, ""]:
-        log_probs_BTV = jax.nn.log_softmax(self(x_BTD, keys_B))
+        log_probs_BTV = jax.nn.log_softmax(self(x_BTD, keys_B).astype(jnp.float32))
         return -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1).sum()
 
 

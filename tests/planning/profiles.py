@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
 
 
@@ -17,7 +17,7 @@ def make_profile(
         device="none",
         source="invented",
         microbatch_size=1,
-        precision="float32",
+        precision=Precision.FLOAT32,
         remat=Remat.NONE,
         layers=tuple(layers),
         tied_groups=tied_groups,

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Precision, Remat
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.devices import DEVICES, device_named, rates_of
 from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
@@ -34,8 +34,8 @@ def test_gpt3_175b_has_its_parameters_and_about_six_operations_for_each_and_toke
 
 def test_more_devices_are_faster_and_keep_less_each() -> None:
     sizes = gpt_sizes(num_blocks=1, width=4096, num_heads=32, vocab_size=50257, sequence_length=2048, remat=Remat.DOTS)
-    rates = rates_of(device_named("h100"), precision="bfloat16", network_bytes_per_s=1e10, network_latency_s=0.0)
-    profile = estimate_profile(sizes, microbatch_size=8, precision="bfloat16", rates=rates, devices_per_node=8)
+    rates = rates_of(device_named("h100"), precision=Precision.MIXED, network_bytes_per_s=1e10, network_latency_s=0.0)
+    profile = estimate_profile(sizes, microbatch_size=8, precision=Precision.MIXED, rates=rates, devices_per_node=8)
     costs = profile.layers[1].costs
     assert [cost.num_devices for cost in costs] == [1, 2, 4, 8]
     for one, two in itertools.pairwise(costs):

@@ -81,7 +81,16 @@ def stage_memory(profile: Profile, pipeline: Pipeline, index: int) -> int:
     costs = [cost for layer in layers if (cost := layer.cost_on(stage.num_devices))]
     in_flight = min(len(stages) - index, pipeline.num_microbatches)
     residual_bytes = in_flight * sum(cost.residual_bytes for cost in costs)
-    return -(-state_bytes // stage.num_devices) + residual_bytes + max(cost.temporary_bytes for cost in costs)
+    temporary_bytes = max(cost.temporary_bytes for cost in costs)
+    outputs = [-(-layer.output_bytes // stage.num_devices) for layer in profile.layers]
+    *within, after = outputs[stage.first_layer : stage.end_layer]
+    first_cost = profile.layers[0].cost_on(stage.num_devices)
+    assert first_cost is not None
+    tokens = min(first_cost.residual_bytes, outputs[0])
+    before = outputs[stage.first_layer - 1] if stage.first_layer else tokens
+    after = after if stage.end_layer < profile.num_layers else tokens
+    passing_bytes = 2 * (before + after) + max(before, after) + 2 * max(within, default=0)
+    return -(-state_bytes // stage.num_devices) + residual_bytes + temporary_bytes + passing_bytes
 
 
 PLAN = """

@@ -1,0 +1,42 @@
+"""What programs need while they run, beside what they are given, by XLA's own analysis."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from oobleck_jax.execution.span import Span
+from oobleck_jax.execution.state import StateBuilder
+
+
+def temporary_bytes(span: Span, builder: StateBuilder, runs: Sequence[Sequence[str]]) -> int:
+    """Return the bytes of each device that the most demanding program of a span, or of its update, needs for itself.
+
+    Results of the span's programs do not count: those that stay and those that are on their way are counted by the
+    memory model. Rows of gradients and rounded parameters do: the old and the new ones are there at the same time.
+
+    Args:
+        runs: groups of the span's own parameters, and of each tied parameter.
+    """
+    programs = [span.loss_and_gradients] if span.key.is_last else [span.forward, span.backward]
+    needs = [own_bytes(program) for program in programs]
+    needs.append(own_bytes(span.flatten) + result_bytes(span.flatten))
+    for names in runs:
+        update = builder.compile_update(names, span.devices)
+        needs.append(own_bytes(update) + result_bytes(update))
+        if builder.rounds:
+            rounding = builder.compile_rounding(names, span.devices)
+            needs.append(own_bytes(rounding) + result_bytes(rounding))
+    return max(needs)
+
+
+def own_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes that a program needs for itself while it runs."""
+    analysis: Any = program.memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def result_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes of a program's results that do not lie where donated arguments were."""
+    analysis: Any = program.memory_analysis()
+    return int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)

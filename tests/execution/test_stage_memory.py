@@ -1,0 +1,50 @@
+"""The memory model against what stages really use: never less, and at most a tenth more."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from models.presets import load_preset
+from oobleck_jax.config import Precision, Remat
+from oobleck_jax.execution.home import Home
+from oobleck_jax.execution.profiler import estimate_profile_with_xla
+from oobleck_jax.execution.stage_memory import stage_peak_bytes
+from oobleck_jax.planning.costs import tabulate
+from oobleck_jax.planning.estimate import LAPTOP_RATES
+from oobleck_jax.planning.forecast import forecast_stages
+from oobleck_jax.planning.plan import NodeId
+from tests.execution.thread_cluster import plan_of
+
+
+# The last blocks of each stage are scanned together; the program of a single block needs less.
+TEMPLATE = plan_of(([3, 4, 3], 8)).pipelines[0].template
+
+
+@pytest.fixture(scope="module")
+def home():
+    return Home(jax.devices("cpu")[:1])
+
+
+@pytest.mark.parametrize(
+    ("remat", "precision"),
+    [
+        (Remat.NONE, Precision.FLOAT32),
+        (Remat.DOTS, Precision.MIXED),
+        (Remat.LAYER, Precision.FLOAT32),
+        (Remat.STAGE, Precision.BFLOAT16),
+    ],
+)
+def test_memory_of_a_stage_is_as_predicted_P2(home, remat, precision):
+    config = load_preset("gpt-test")
+    model = replace(config.model, num_blocks=8, width=64, context_length=64)
+    config = replace(config, model=model, sequence_length=64, eval_every=0, remat=remat, precision=precision)
+    costs = tabulate(
+        estimate_profile_with_xla(config, LAPTOP_RATES),
+        devices_per_node=1,
+        num_microbatches=config.num_microbatches,
+        device_memory_bytes=1 << 40,
+    )
+    for index, forecast in enumerate(forecast_stages(TEMPLATE, config.num_microbatches, costs)):
+        actual_bytes = stage_peak_bytes(config, TEMPLATE, NodeId(index), home)
+        assert actual_bytes <= forecast.memory_bytes <= 1.1 * actual_bytes, f"stage {index}"
