@@ -119,6 +119,8 @@ class RunState:
                 self._curve.take_back(record.step)
                 self._step = record.step
                 self._enter(RunPhase.REGROUPING, record.reason)
+            case events.Checkpointed():
+                self._checkpoint = CheckpointView(step=record.step, time=now)
             case events.Evaluated():
                 self._eval_loss = record.loss
             case events.Incident():

@@ -56,6 +56,17 @@ def test_a_healthy_run_is_shown_with_its_pipelines() -> None:
     assert_true(simulation)
 
 
+def test_the_age_of_the_newest_checkpoint_is_shown() -> None:
+    run = watch(committing(3)[0])
+    assert run.snapshot(2000.0).checkpoint is None
+    for step, time in ((1, 1990.0), (2, 1995.0)):
+        written = events.Checkpointed(generation=1, step=step, folder=f"step-{step}", num_bytes=9, seconds={})
+        run.take(written, time)
+    newest = run.snapshot(2000.0).checkpoint
+    assert newest is not None
+    assert (newest.step, newest.time) == (2, 1995.0)
+
+
 def test_the_snapshot_travels_as_json() -> None:
     run = seen(committing(3)[0])
     assert msgspec.json.decode(msgspec.json.encode(run), type=Snapshot) == run
