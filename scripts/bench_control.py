@@ -182,6 +182,7 @@ async def _coordinate(
             versions=VERSIONS,
             num_nodes=num_nodes,
             num_devices=1,
+            num_layers=plan.num_layers,
             steps=steps,
             tokens_per_step=len(plan.pipelines) * MICROBATCHES * TOKENS_PER_MICROBATCH,
             evaluates_after=lambda step: False,

@@ -87,6 +87,9 @@ class _Neighbour:
             zeros = np.zeros(self._spec.shape, self._spec.dtype)
             self._received[payload, item] = jax.device_put(zeros, self._devices.of_batch(zeros.shape))
 
+    def is_here(self, payload: Payload, step: int, item: int) -> bool:
+        return True
+
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         return self._received.pop((payload, item))
 
