@@ -48,7 +48,7 @@ class Proposer:
         """The fewest nodes for which there is a plan."""
         if self.given is not None and not self.config.fault_tolerance:
             return len(self.given.nodes)
-        return self._templates.smallest or self.config.nodes
+        return self.templates.smallest or self.config.nodes
 
     def check(self) -> None:
         """Refuse what cannot be planned, whatever layers cost.
