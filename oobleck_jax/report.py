@@ -91,7 +91,10 @@ def read_report(run_dir: Path) -> Report:
 
 
 def _picture(run_dir: Path, config: RunConfig) -> str:
-    history = read_history(run_dir)
+    try:
+        history = read_history(run_dir)
+    except ConfigError as error:  # the rest can be read
+        return escape(str(error))
     if not history.committed:
         return ""
     drawn = io.StringIO()

@@ -84,5 +84,6 @@ def test_nodes_that_leave_come_hang_and_are_killed_from_outside_change_nothing_T
     assert leave.num_redone_microbatches == 0
     assert [incident.nodes for incident in incidents if incident.kind == "loss"] == [(1,), (0,)], story_of(run)
     assert [record.node for _, record in run.records(events.Respawned)] == [1, 0]
-    joined = {node for incident in incidents if incident.kind == "join" for node in incident.nodes}
-    assert 2 in joined, story_of(run)  # another one with the lowest free number; the others perhaps come too late
+    _, last = run.records(events.Planned)[-1]
+    # Another one with the lowest free number, taken in by itself or with what came next; others perhaps come too late.
+    assert any(2 in pipeline.nodes for pipeline in last.plan.pipelines), story_of(run)
