@@ -106,7 +106,10 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
     """Return what was seen of each kill, the usual time of a step of each plan, and the first plan."""
     draw = random.Random(arguments.seed)
     plan = [] if arguments.plan is None else ["--plan", arguments.plan]
-    run = _start(folder / "killed", [*flags, *plan, "--fault-tolerance", "1", "--forgive-minutes", "0", "--steps", str(MANY_STEPS)])
+    run = _start(
+        folder / "killed",
+        [*flags, *plan, "--fault-tolerance", "1", "--forgive-minutes", "0", "--steps", str(MANY_STEPS)],
+    )
     kills: list[Kill] = []
     try:
         for number in range(arguments.kills):
