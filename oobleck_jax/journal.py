@@ -42,10 +42,8 @@ def read_journal(path: Path) -> Journal:
     """
     try:
         return journal_of(events.read_events(path))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from None
 
 
 def journal_of(records: Iterable[tuple[float, events.Record]]) -> Journal:

@@ -121,7 +121,7 @@ class Proposer:
             PlanError: see `first`.
         """
         if self.given is not None and set(self.given.nodes) <= set(nodes):
-            working = {node for pipeline in self.given.pipelines for node in pipeline.nodes}
+            working = self.given.working_nodes
             spare = tuple(node for node in nodes if node not in working)
             return Proposal(plan=replace(self.given, spare_nodes=spare), reason="given by --plan")
         return self._replanned(nodes, holdings, old) if any(holdings.values()) else self._planned(nodes)

@@ -38,9 +38,7 @@ def read_history(run_dir: Path) -> History:
         committed=tuple((time_s - start_s, record) for time_s, record in committed),
         incidents=tuple((time_s, record) for time_s, record in since if isinstance(record, events.Incident)),
         working=tuple(
-            (time_s, len({node for pipeline in record.plan.pipelines for node in pipeline.nodes}))
-            for time_s, record in since
-            if isinstance(record, events.Planned)
+            (time_s, len(record.plan.working_nodes)) for time_s, record in since if isinstance(record, events.Planned)
         ),
     )
 

@@ -1,6 +1,7 @@
 """Where the states of a worker go to, and come from, besides other workers: checkpoints, and pretrained models."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from oobleck_jax.checkpoint.election import elect_writers
@@ -63,10 +64,12 @@ def reader_of(point: RestorePoint | None) -> ReadState | None:
     if point is None:
         return None
 
+    checkpoint = cache(partial(read_checkpoint, Path(point.folder)))  # not before the first group; once for all
+
     def read(group: str, shapes: GroupState) -> GroupState:
-        checkpoint = read_checkpoint(Path(point.folder))
+        saved = checkpoint()
         try:
-            return read_state(checkpoint, group, shapes)
+            return read_state(saved, group, shapes)
         except (ConfigError, OSError) as error:
             raise CheckpointDamaged(f"cannot be used: {error}", step=point.step, group=group, file=None) from error
 

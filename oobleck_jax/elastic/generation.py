@@ -67,7 +67,7 @@ class Generation:
         self.number = number
         self.proposal = proposal
         self.plan = plan = proposal.plan
-        self.workers = tuple(sorted(node for pipeline in plan.pipelines for node in pipeline.nodes))
+        self.workers = plan.working_nodes
         lacked = {
             layer for node in self.workers for layer in plan.layers_of(node) if layer not in holdings.get(node, ())
         }

@@ -87,10 +87,14 @@ class Plan:
         return sum(pipeline.num_microbatches for pipeline in self.pipelines)
 
     @property
+    def working_nodes(self) -> tuple[NodeId, ...]:
+        """The nodes of the pipelines, ascending."""
+        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+
+    @property
     def nodes(self) -> tuple[NodeId, ...]:
         """All nodes of the plan, working and spare, ascending."""
-        working = [node for pipeline in self.pipelines for node in pipeline.nodes]
-        return tuple(sorted([*working, *self.spare_nodes]))
+        return tuple(sorted([*self.working_nodes, *self.spare_nodes]))
 
     def microbatches_of(self, pipeline_index: int) -> range:
         first = sum(pipeline.num_microbatches for pipeline in self.pipelines[:pipeline_index])
