@@ -55,7 +55,7 @@ class StateSaver:
         writers = elect_writers(self._trainer.groups, {node: plan.layers_of(node) for node in plan.nodes})
         states = self._trainer.held_states(group for group, node in writers.items() if node == self._node)
         if not self._writer.begin(Path(wanted.folder), states, tell):
-            fail("it still writes its part of another one")
+            fail("it still writes its parts of two others")
         return None
 
 

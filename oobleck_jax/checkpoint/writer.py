@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,14 +44,18 @@ Outcome: TypeAlias = Written | CheckpointUnwritable
 
 
 class CheckpointWriter:
-    """Writes one part of a checkpoint at a time, in a thread of its own."""
+    """Writes one part of a checkpoint at a time, in a thread of its own; one more may wait for its turn.
+
+    That one is wanted when the run was about to save its last state and a loss made it begin anew: the part that came
+    to nothing is still being written then.
+    """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []  # the one that writes, and the one that waits for it
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return any(thread.is_alive() for thread in self._threads)
 
     def begin(self, folder: Path, states: Mapping[str, Any], on_end: Callable[[Outcome], None]) -> bool:
         """Copy states, and begin to write the copies.
@@ -62,26 +66,28 @@ class CheckpointWriter:
             on_end: called once, in the writer's thread.
 
         Returns:
-            False if the save before is still going on; then nothing is done.
+            False if another one waits for its turn already; then nothing is done.
         """
-        if self.is_busy:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if len(self._threads) > 1:
             return False
         began_s = time.monotonic()
         copies = {group: _copied(state) for group, state in states.items()}
         # Daemonic: a disk that hangs must not keep the process from ending. Who needs the result waits for it.
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=_write,
-            args=(folder, copies, time.monotonic() - began_s, on_end),
+            args=(self._threads[:1], folder, copies, time.monotonic() - began_s, on_end),
             name="checkpoint-writer",
             daemon=True,
         )
-        self._thread.start()
+        self._threads.append(thread)
+        thread.start()
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the save in progress, if there is one; tell whether it has ended."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        """Wait for the end of the saves in progress, if there are any; tell whether they have ended."""
+        for thread in self._threads[-1:]:  # it ends last
+            thread.join(timeout_s)
         return not self.is_busy
 
 
@@ -117,7 +123,15 @@ def write_group(folder: Path, group: str, arrays: NamedArrays) -> GroupRecord:
     )
 
 
-def _write(folder: Path, copies: dict[str, NamedArrays], copy_s: float, on_end: Callable[[Outcome], None]) -> None:
+def _write(
+    before: Sequence[threading.Thread],
+    folder: Path,
+    copies: dict[str, NamedArrays],
+    copy_s: float,
+    on_end: Callable[[Outcome], None],
+) -> None:
+    for thread in before:
+        thread.join()
     began_s = time.monotonic()
     with contextlib.suppress(AttributeError, PermissionError):  # of this thread and those it starts, on Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
