@@ -4,41 +4,79 @@
 
 The coordinator must not import jax, so it starts this once and reads what it wrote. What is compiled here, workers find
 in the cache.
+
+Where nodes share a machine, a neighbour does the same on another core meanwhile: two busy cores slow each other down,
+by some 10 % on small machines, and in a run they all are busy.
 """
 
 import argparse
+import contextlib
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 from models.presets import config_from_json
+from oobleck_jax.elastic.child import child_command
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.profiler import measure_profile
 from oobleck_jax.execution.rates import measure_rates
-from oobleck_jax.planning.profile import profile_to_json
+from oobleck_jax.launch import available_cores
+from oobleck_jax.planning.profile import Profile, Rate, profile_to_json
 
 
 def main() -> None:
     """Measure, and write the profile."""
     parser = argparse.ArgumentParser(description="Measure the layers of the model whose configuration comes in.")
-    parser.add_argument("--output", type=Path, required=True, help="where to write the profile (JSON)")
+    parser.add_argument("--output", type=Path, help="where to write the profile (JSON); without: measure without end")
     parser.add_argument("--compilation-cache", type=Path, help="folder of compiled programs that workers share")
-    parser.add_argument("--peer-core", type=int, help="where the second process of the link runs")
+    parser.add_argument("--peer-core", type=int, help="of another node")
     arguments = parser.parse_args()
-    _, config = config_from_json(sys.stdin.read())
+    text = sys.stdin.read()
+    _, config = config_from_json(text)
     if arguments.compilation_cache is not None:
         arguments.compilation_cache.mkdir(parents=True, exist_ok=True)
         use_compilation_cache(arguments.compilation_cache)
+    home = Home(jax.local_devices()[: config.devices_per_node], shared_cache=arguments.compilation_cache)
+
+    def measure(link: Rate, sum_rate: Rate, progress: Callable[[str, int, int], None]) -> Profile:
+        return measure_profile(config, home=home, link=link, sum_rate=sum_rate, progress=progress)
+
+    if arguments.output is None:
+        anything = Rate(bytes_per_s=1.0, latency_s=0.0)
+        while True:
+            measure(anything, anything, lambda what, done, total: None)
     link, sum_rate = measure_rates(peer_core=arguments.peer_core)
-    profile = measure_profile(
-        config,
-        home=Home(jax.local_devices()[: config.devices_per_node], shared_cache=arguments.compilation_cache),
-        link=link,
-        sum_rate=sum_rate,
-        progress=_tell,
-    )
+    with _neighbour(arguments.peer_core, arguments.compilation_cache, text):
+        profile = measure(link, sum_rate, _tell)
     arguments.output.write_bytes(profile_to_json(profile) + b"\n")
+
+
+@contextlib.contextmanager
+def _neighbour(core: int | None, cache: Path | None, config: str) -> Iterator[None]:
+    """Keep another core as busy as this one, if nodes have a core each."""
+    if core is None or core in available_cores():
+        yield
+        return
+    command = [sys.executable, "-m", __spec__.name]
+    if cache is not None:
+        command += ["--compilation-cache", str(cache)]
+    with subprocess.Popen(
+        child_command(command, cores=(core,)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as neighbour:
+        assert neighbour.stdin is not None
+        try:
+            neighbour.stdin.write(config)
+            neighbour.stdin.close()
+            yield
+        finally:
+            neighbour.kill()
 
 
 def _tell(what: str, done: int, total: int) -> None:

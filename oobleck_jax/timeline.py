@@ -1,8 +1,9 @@
 """What every node of a run did when, from the files that `--trace` has left: for Perfetto, and as a picture.
 
-Each node has two lanes. "programs" has what its devices computed: a program begins when it was started or when the one
-before it ended, whichever came later. "waits" has what the thread that starts them was busy with: waiting for other
+Each node has three lanes. "programs" has what its devices computed: a program begins when it was started or when the
+one before it ended, whichever came later. "waits" has what the thread that starts them was busy with: waiting for other
 stages, sums, votes, updates, and the preparation of generations. While it waits for a stage, its own programs run on.
+"sums" has the sums of gradients over nodes, which begin while programs still run.
 
 Nodes of one machine share one clock, to the nanosecond. Those of several are as far apart as their wall clocks: the
 protocol does not estimate offsets, so keep them equal by NTP, and do not believe differences below a millisecond.
@@ -31,7 +32,7 @@ _COLOURS: Mapping[Activity, str] = {
     Activity.BACKWARD: "#3ba272",
     Activity.RECEIVE: "#d9dde2",
     Activity.SUM: "#e6a23c",
-    Activity.CHECK: "#c8b273",
+    Activity.REDUCE: "#c8963c",
     Activity.VOTE: "#b9a3dd",
     Activity.UPDATE: "#7c4bc0",
     Activity.EVALUATE: "#8fb8c9",
@@ -39,7 +40,7 @@ _COLOURS: Mapping[Activity, str] = {
     Activity.COPY: "#e5646c",
     Activity.FABRIC: "#f0a3a8",
 }
-_EVALUATIONS_LANE = 2  # lanes within a node
+_EVALUATIONS_LANE, _SUMS_LANE = 2, 3  # lanes within a node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +137,7 @@ def _chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _name("thread_name", "programs", node + 1, 0)
         yield _name("thread_name", "waits", node + 1, 1)
         yield _name("thread_name", "evaluation", node + 1, _EVALUATIONS_LANE)
+        yield _name("thread_name", "sums", node + 1, _SUMS_LANE)
     for began_ns, ended_ns, incident in timeline.incidents:
         details = {"cause": incident.cause, "nodes": list(incident.nodes), "step": incident.step, **incident.seconds}
         yield _complete(incident.kind, "incident", began_ns - origin_ns, ended_ns - origin_ns, 0, 0, details)
@@ -157,7 +159,9 @@ def _chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _lane(activity: Activity) -> int:
     """Return the lane: evaluation encloses waits, and would hide them."""
-    return 0 if activity in PROGRAMS else _EVALUATIONS_LANE if activity is Activity.EVALUATE else 1
+    if activity in PROGRAMS:
+        return 0
+    return {Activity.EVALUATE: _EVALUATIONS_LANE, Activity.REDUCE: _SUMS_LANE}.get(activity, 1)
 
 
 def _name(kind: str, name: str, process: int, thread: int) -> dict[str, Any]:
@@ -193,8 +197,7 @@ def plot_timeline(timeline: Timeline, path: Path, *, title: str) -> None:
         records = [record for trace in timeline.traces if trace.node == node for record in trace.records]
         seen.update(record.activity for record in records)
         for activity, spans in _by_activity(records, timeline.began_ns).items():
-            lower, height = (row + 0.02, 0.46) if activity in PROGRAMS else (row + 0.5, 0.3)
-            axes.broken_barh(spans, (lower, height), facecolors=_COLOURS[activity], linewidth=0)
+            axes.broken_barh(spans, _place(row, activity), facecolors=_COLOURS[activity], linewidth=0)
     for began_ns, ended_ns, incident in timeline.incidents:
         began_s, ended_s = max((began_ns - timeline.began_ns) / 1e9, 0.0), (ended_ns - timeline.began_ns) / 1e9
         axes.axvspan(began_s, ended_s, color="tab:red", alpha=0.08, linewidth=0)
@@ -205,13 +208,20 @@ def plot_timeline(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.set_yticks([row + 0.4 for row in range(len(nodes))], [f"node {node}" for node in nodes])
     axes.set_ylim(len(nodes), -0.35)
     axes.set_xlim(0, seconds)
-    axes.set_xlabel("seconds; upper lane of a node: its programs, lower lane: what it waits for or does in between")
+    axes.set_xlabel("seconds; lanes of a node: its programs; what it waits for or does in between; sums over nodes")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     handles = [Patch(color=_COLOURS[activity], label=str(activity)) for activity in Activity if activity in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 12), fontsize=8, frameon=False)
     axes.set_title(title, loc="left", fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _place(row: int, activity: Activity) -> tuple[float, float]:
+    """Return (lower end, height) of the lane of an activity."""
+    if activity in PROGRAMS:
+        return row + 0.02, 0.42
+    return (row + 0.73, 0.12) if activity is Activity.REDUCE else (row + 0.45, 0.27)
 
 
 def _by_activity(records: Iterable[Record], origin_ns: int) -> dict[Activity, list[tuple[float, float]]]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from models.presets import load_preset
-from oobleck_jax.config import Precision, RunConfig
+from oobleck_jax.config import Precision, Remat, RunConfig
 from oobleck_jax.errors import OobleckError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import Profiler, cache_folder, place_of
@@ -38,6 +38,7 @@ class Arguments:
     microbatch_size: int | None = None  # sequences per microbatch (default: the preset's)
     devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
     precision: Literal["float32", "bfloat16", "mixed"] | None = None  # as for scripts/train.py (default: the preset's)
+    remat: Literal["none", "dots", "layer", "stage"] | None = None  # as for scripts/train.py (default: the preset's)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
     network_latency_us: float = 10.0  # latency of the network, for --device
     output: Path | None = None  # where to write the profile (JSON)
@@ -64,6 +65,7 @@ def _config(arguments: Arguments) -> RunConfig:
         "microbatch_size": arguments.microbatch_size,
         "devices_per_node": arguments.devices_per_node,
         "precision": None if arguments.precision is None else Precision(arguments.precision),
+        "remat": None if arguments.remat is None else Remat(arguments.remat),
     }
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 

@@ -35,6 +35,7 @@ def run_dir(tmp_path):
             recorder.add(Activity.RECEIVE, began_s, began_s + 0.1, step, 3)
             recorder.add(Activity.FORWARD, began_s + 0.1, began_s + 0.3, step, 3)
             recorder.add(Activity.VOTE, began_s + 0.3, began_s + 0.4, step)
+            recorder.add(Activity.REDUCE, began_s + 0.2, began_s + 0.3, step)
             recorder.flush()
         wait_for_lines(tmp_path / "trace" / f"node-{node}-0.jsonl", 3)
     files = events.RunFiles(tmp_path)
@@ -67,7 +68,7 @@ def test_the_trace_has_the_form_that_perfetto_reads(run_dir, tmp_path):
     write_chrome(read_timeline(run_dir), tmp_path / "trace.json")
     told = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in told if event["ph"] == "X"]
-    assert len(spans) == 2 * 2 * 3 + 1
+    assert len(spans) == 2 * 2 * 4 + 1
     for event in told:
         assert event["ph"] in ("X", "M")
         assert isinstance(event["name"], str)
@@ -80,7 +81,7 @@ def test_the_trace_has_the_form_that_perfetto_reads(run_dir, tmp_path):
     names = {event["pid"]: event["args"]["name"] for event in told if event["name"] == "process_name"}
     assert names == {0: "incidents", 1: "node 0", 2: "node 1"}
     lanes = {event["name"]: event["tid"] for event in nodes}
-    assert lanes == {"receive": 1, "forward": 0, "vote": 1}
+    assert lanes == {"receive": 1, "forward": 0, "vote": 1, "reduce": 3}
 
 
 def test_the_picture_names_activities_and_incidents(run_dir, tmp_path):
@@ -104,7 +105,7 @@ def test_the_script_writes_by_the_ending_of_the_name(run_dir, tmp_path, capsys):
 def test_half_a_line_of_a_worker_that_was_killed_does_no_harm(run_dir):
     path = run_dir / "trace" / "node-0-0.jsonl"
     path.write_bytes(path.read_bytes() + b'[["forward",1')
-    assert len(read_timeline(run_dir).traces[0].records) == 6
+    assert len(read_timeline(run_dir).traces[0].records) == 8
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(ConfigError, match="is damaged"):
         read_timeline(run_dir)

@@ -4,7 +4,7 @@
     GET  /snapshot           the run at this moment (snapshot.py), JSON
     GET  /live               the same again and again, whenever something happens: server-sent events
     GET  /metrics            Prometheus
-    POST /actions/ACTION     drain, kill, stop; says what it did
+    POST /actions/ACTION     drain, kill, checkpoint, stop; says what it did
 
 The page reads /live by `fetch`, not by `EventSource`, which cannot send the token.
 """
@@ -47,6 +47,7 @@ class Action(StrEnum):
 
     DRAIN = "drain"  # let a node leave, as SIGTERM does
     KILL = "kill"  # end the worker of a node
+    CHECKPOINT = "checkpoint"  # save the state after the step in progress
     STOP = "stop"  # end the run
 
 
@@ -62,12 +63,15 @@ class Actions:
 
     drain: Callable[[NodeId], str]
     kill: Callable[[NodeId], str]
+    checkpoint: Callable[[], str]
     stop: Callable[[], str]
 
     def carry_out(self, action: Action, wanted: Wanted) -> str:
         match action, wanted.node:
             case Action.STOP, _:
                 return self.stop()
+            case Action.CHECKPOINT, _:
+                return self.checkpoint()
             case _, None:
                 raise ActionRefused(f'{action} needs a node: {{"node": 0}}')
             case Action.DRAIN, node:

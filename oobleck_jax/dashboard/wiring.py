@@ -47,8 +47,12 @@ def actions_on(coordinator: Coordinator) -> Actions:
         coordinator.ask(Asked(node=node, wish=Wish.KILL))
         return f"the worker of node {node} is killed; the others go on, and its agent starts a new one"
 
+    def checkpoint() -> str:
+        coordinator.ask(Asked(wish=Wish.CHECKPOINT))
+        return "the state after the step in progress is saved, in the background"
+
     def stop() -> str:
         coordinator.interrupt("stopped by a person, on the page", _STOP_EXIT_CODE)
         return "the run ends: every node is told to stop"
 
-    return Actions(drain=drain, kill=kill, stop=stop)
+    return Actions(drain=drain, kill=kill, checkpoint=checkpoint, stop=stop)

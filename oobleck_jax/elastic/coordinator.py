@@ -178,7 +178,7 @@ class Coordinator:
         self._feed(Interrupted(reason=reason, exit_code=exit_code))
 
     def ask(self, asked: Asked) -> None:
-        """Let a person have something done to a node.
+        """Let a person have something done.
 
         Raises:
             ActionRefused: it cannot be done.

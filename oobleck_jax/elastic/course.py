@@ -310,6 +310,10 @@ class Course:
             self._saving.take(given)
         self._end_if_saved()
 
+    def save_soon(self) -> None:
+        """Save the state after the step in progress, though it is not time."""
+        self._saving.want()
+
     def look_after_saving(self) -> None:
         """Give a checkpoint up whose writers are not there any more."""
         if not self.is_over and self._saving.look():

@@ -88,18 +88,19 @@ class Interrupted:
 
 
 class Wish(StrEnum):
-    """What a person may want to happen to a node."""
+    """What a person may want to happen."""
 
-    DRAIN = "drain"  # it leaves, as on SIGTERM
-    KILL = "kill"  # its worker is killed
+    DRAIN = "drain"  # a node leaves, as on SIGTERM
+    KILL = "kill"  # a node's worker is killed
+    CHECKPOINT = "checkpoint"  # the state after the step in progress is saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A person wants something to happen to a node, and `Membership.why_not` had nothing against it."""
+    """A person wants something to happen, and `Membership.why_not` had nothing against it."""
 
-    node: NodeId
     wish: Wish
+    node: NodeId | None = None  # None: to the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

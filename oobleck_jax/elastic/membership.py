@@ -187,15 +187,19 @@ class Membership:
 
     def why_not(self, asked: Asked) -> str | None:
         """Return why a wish cannot be granted, or None when it can."""
-        return why_not(asked, self._roster, on_loss=self._terms.on_loss, is_over=self._course.is_over)
+        return why_not(asked, self._roster, self._terms, is_over=self._course.is_over)
 
     def _asked(self, asked: Asked) -> None:
-        node = self._roster.get(asked.node)
-        if node is None or self.why_not(asked):
-            return self._out.ignore(f"{asked.wish} of node {asked.node}: {self.why_not(asked)}")
+        if why := self.why_not(asked):
+            return self._out.ignore(f"{asked.wish} of node {asked.node}: {why}")
+        if asked.node is None:
+            return self._course.save_soon()
         if asked.wish is Wish.DRAIN:
+            node = self._roster.get(asked.node)
+            assert node is not None
             return self._leave(node, "a person asked for it")
-        return self._blame(self._cause(node.node, f"the worker of node {node.node} is killed: a person asked for it"))
+        what = f"the worker of node {asked.node} is killed: a person asked for it"
+        return self._blame(self._cause(asked.node, what))
 
     def _receive(self, connection: ConnectionId, message: messages.ToCoordinator) -> None:
         if isinstance(message, messages.Join):

@@ -36,6 +36,7 @@ class Saving:
         self._last_s = now_s  # when the last one began
         self._settled_step = -1  # up to which the end of the run needs no other checkpoint
         self._save: _Save | None = None
+        self._is_wanted = False  # by a person, as soon as none is being written
 
     @property
     def deadline_s(self) -> float | None:
@@ -51,9 +52,15 @@ class Saving:
         """There is a checkpoint of this step already."""
         self._settled_step = step
 
+    def want(self) -> None:
+        """Save after the next step, or after the first one when nothing is being written any more."""
+        self._is_wanted = True
+
     def after_commit(self, current: Generation, now_s: float) -> None:
         """A step was committed: begin to save if it is time."""
         step = current.step - 1
+        if self._is_wanted and self._save is None:
+            return self._begin(current, now_s)
         if not self._is_due(step, now_s):
             return
         if self._save is not None:
@@ -140,7 +147,7 @@ class Saving:
         assert terms is not None
         step, nodes = current.step - 1, [self._roster.get(node) for node in current.workers]
         writers = [node for node in nodes if node is not None]
-        self._last_s = now_s
+        self._last_s, self._is_wanted = now_s, False
         self._save = _Save(
             generation=current.number,
             step=step,

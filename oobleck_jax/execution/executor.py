@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
+from oobleck_jax.execution.gradient_sum import Emit
 from oobleck_jax.execution.hop import Hop
 from oobleck_jax.execution.layout import NodeLayout
 from oobleck_jax.execution.link import Payload
@@ -64,12 +65,21 @@ class Executor:
         self._before, self._after = hops_before, hops_after
         self._at_moment = at_moment
         self._recorder = recorder
+        does_backward = {Phase.BACKWARD: False, Phase.FORWARD: True}  # by phase, whether it is the last stage that does
+        self._last_backward = {  # by stage, the position of the action that completes its gradients
+            action.stage: position
+            for position, action in enumerate(layout.actions)
+            if does_backward[action.phase] == stages[action.stage].is_last
+        }
         self._pace = Pace(self._record_program if recorder.is_on else None)
         self._step = 0
         self._received_s = 0.0
 
-    def train(self, step: int, patience: Patience) -> Losses:
-        """Run all forwards and backwards of a step; the stages hold the gradient sums afterwards.
+    def train(self, step: int, patience: Patience, emit: Emit) -> Losses:
+        """Run all forwards and backwards of a step.
+
+        Args:
+            emit: takes the gradient sums of the stages as they become complete, last layers first.
 
         Raises:
             Abandoned, PeerLost, Stalled: a neighbour's data does not come.
@@ -89,16 +99,17 @@ class Executor:
             stage = self._stages[action.stage]
             self._pace.item = self._item(action)
             samples_B = indices[self._rows(action.microbatch)]
+            emit_now = emit if self._last_backward[action.stage] == position else None
             self._at_moment(Moment.BACKWARD if action.phase is Phase.BACKWARD else Moment.FORWARD, step)
             if action.phase is Phase.BACKWARD:
                 if not stage.is_last:  # the last stage did it with its forward
                     dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)
-                    self._send_back(step, action, stage.backward(action.microbatch, dy, self._pace))
+                    self._send_back(step, action, stage.backward(action.microbatch, dy, self._pace, emit_now))
                 continue
             randomness = stage.randomness(self._config.seed, step, samples_B)
             x, targets = self._inputs(step, action, self._dataset.tokens(samples_B), patience)
             if stage.is_last:
-                loss, dx = stage.loss_and_backward(x, targets, scale, randomness, self._pace)
+                loss, dx = stage.loss_and_backward(x, targets, scale, randomness, self._pace, emit_now)
                 losses.append(loss)
                 self._send_back(step, action, dx)
             else:

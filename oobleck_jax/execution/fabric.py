@@ -36,6 +36,7 @@ from oobleck_jax.execution.waiting import raise_transport_error, wait_event
 
 
 Ranks: TypeAlias = tuple[int, ...]  # members of a sum, ascending positions in the fabric
+Vector: TypeAlias = Callable[[], Float[np.ndarray, " n"]]
 
 _AXIS = "member"
 # Numbers that a program adds up at once. Longer vectors are summed part by part, so that to try the program is cheap,
@@ -45,7 +46,13 @@ _JOIN_LIMIT_S = 0.02  # an idle channel's thread ends at once, and a stuck one n
 
 
 class SumHandle(Protocol):
-    """A sum on its way."""
+    """A sum on its way.
+
+    Attributes:
+        ended_s: when it was there (`time.monotonic`); 0.0: not yet.
+    """
+
+    ended_s: float
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> Float[np.ndarray, " n"]:
         """Return the sum, read-only and the same to the bit on all members. It may be waited for again.
@@ -76,11 +83,16 @@ class Fabric(Protocol):
         """Become independent of the coordination service. Comes after `warm`."""
         ...
 
-    def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"], channel: int = 0) -> SumHandle:
+    def sum(self, ranks: Ranks, length: int, vector: Vector, channel: int = 0) -> SumHandle:
         """Begin to sum the vectors of the given ranks. Returns at once.
 
-        The sums of a channel run one after the other, so all members must ask for them in the same order. The vector
-        must not change, or be donated, before the sum is there.
+        The sums of a channel run one after the other, so all members must ask for them in the same order.
+
+        Args:
+            ranks: of all members.
+            length: of each vector.
+            vector: gives this member's, which must not change before the sum is there. Called when it is its turn, and
+                may wait until the vector has been computed.
         """
         ...
 
@@ -148,7 +160,7 @@ class GlooFabric:
 
     def warm(self, sums: Sequence[tuple[Ranks, int]], limit_s: float, abandoned: threading.Event) -> None:
         deadline_s = time.monotonic() + limit_s
-        mine = [(ranks, length) for ranks, length in sums if self._rank in ranks]
+        mine = dict.fromkeys((ranks, min(length, _LONGEST)) for ranks, length in sums if self._rank in ranks)
         for channel in self._channels:
             for ranks, length in mine:
                 channel.warm(ranks, length).wait(deadline_s - time.monotonic(), abandoned)
@@ -158,8 +170,8 @@ class GlooFabric:
         if coordination is not None:
             coordination.shutdown()
 
-    def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"], channel: int = 0) -> SumHandle:
-        return self._channels[channel].sum(ranks, vector)
+    def sum(self, ranks: Ranks, length: int, vector: Vector, channel: int = 0) -> SumHandle:
+        return self._channels[channel].sum(ranks, length, vector)
 
     def close(self) -> None:
         """Drop the fabric and free what it had."""
@@ -202,17 +214,16 @@ class _Channel:
 
     def warm(self, ranks: Ranks, length: int) -> "_Task":
         def get_ready() -> None:
-            self._sum_part(ranks, np.zeros(min(length, _LONGEST), np.float32))
+            self._sum_part(ranks, np.zeros(length, np.float32))
 
         return self._submit(get_ready, what=f"first sum of {length} numbers over ranks {ranks}")
 
-    def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"]) -> "_Task":
+    def sum(self, ranks: Ranks, length: int, vector: Vector) -> "_Task":
         assert self._rank in ranks, f"rank {self._rank} takes no part in a sum over {ranks}"
-        assert vector.dtype == np.float32, f"sums are of float32, not {vector.dtype}"
-        assert (ranks, min(vector.size, _LONGEST)) in self._programs, (
-            f"the sum of {vector.size} numbers over {ranks} was not warmed"
+        assert (ranks, min(length, _LONGEST)) in self._programs, (
+            f"the sum of {length} numbers over {ranks} was not warmed"
         )
-        return self._submit(lambda: self._sum(ranks, vector), what=f"sum of {vector.size} numbers over ranks {ranks}")
+        return self._submit(lambda: self._sum(ranks, vector()), what=f"sum of {length} numbers over ranks {ranks}")
 
     def _submit(self, call: Callable[[], Any], *, what: str) -> "_Task":
         task = _Task(call, what=what)
@@ -232,8 +243,8 @@ class _Channel:
             task.run()
             del task  # the thread must not hold on to the last result
 
-    def _sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"]) -> Float[np.ndarray, " n"]:
-        vector = np.asarray(vector)
+    def _sum(self, ranks: Ranks, vector: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        assert vector.dtype == np.float32, f"sums are of float32, not {vector.dtype}"
         if vector.size <= _LONGEST:
             return self._sum_part(ranks, vector)
         total = np.empty_like(vector)
@@ -270,6 +281,7 @@ class _Task:
 
     def __init__(self, call: Callable[[], Any], *, what: str) -> None:
         self._call: Callable[[], Any] | None = call
+        self.ended_s = 0.0
         self._what = what
         self._done = threading.Event()
         self._result: Any = None
@@ -282,6 +294,7 @@ class _Task:
         except BaseException as error:  # goes to whoever waits
             self._error = error.with_traceback(None)  # whose frames would keep the fabric alive
         self._call = None
+        self.ended_s = time.monotonic()
         self._done.set()
 
     def wait(self, limit_s: float, abandoned: threading.Event) -> Any:

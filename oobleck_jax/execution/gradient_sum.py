@@ -4,13 +4,16 @@ Contributions are sums over tokens, already divided by the tokens of the global 
 mean loss, whatever the shares of the pipelines. Buckets are summed in one order that all nodes share.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float
 
-from oobleck_jax.execution.fabric import Fabric
+from oobleck_jax.execution.fabric import Fabric, SumHandle
 from oobleck_jax.execution.layout import Bucket
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.planning.plan import NodeId
@@ -28,43 +31,100 @@ class SumReport:
     checksum: int
 
 
-def sum_gradients(
-    gradients: Mapping[str, Float[np.ndarray, " P"]],
-    *,
-    buckets: Sequence[Bucket],
-    node: NodeId,
-    ranks: Mapping[NodeId, int],
-    fabric: Fabric | None,
-    patience: Patience,
-) -> dict[str, Float[np.ndarray, " P"]]:
-    """Return each group's gradient summed over its holders.
+Row: TypeAlias = Callable[[], Float[np.ndarray, " P"]]
+"""Gives a contribution to the gradient of a group; waits until it has been computed."""
 
-    Args:
-        gradients: this node's contributions, by group.
-        ranks: rank of each node in the fabric; None where this node shares no group with another.
+Emit: TypeAlias = Callable[[str, Row], None]
+"""Takes a contribution to the gradient of a group."""
 
-    Raises:
-        Abandoned, PeerLost, Stalled: as `Patience.wait`.
-    """
-    mine = [bucket for bucket in buckets if node in bucket.holders]
-    pending = []
-    for bucket in mine:
-        parts = [gradients[name] for name in bucket.groups]
-        vector = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if len(bucket.holders) == 1 or not vector.size:
-            pending.append((bucket, vector, None))
-        else:
-            assert fabric is not None, "a bucket with several holders needs a fabric"
-            pending.append((bucket, vector, fabric.sum(tuple(ranks[holder] for holder in bucket.holders), vector)))
-    sums: dict[str, np.ndarray] = {}
-    for bucket, vector, handle in pending:
-        others = [holder for holder in bucket.holders if holder != node]
-        total = vector if handle is None else patience.wait(handle.wait, others)
-        offset = 0
-        for name in bucket.groups:
-            sums[name] = total[offset : offset + gradients[name].size]
-            offset += gradients[name].size
-    return sums
+
+class GradientSums:
+    """The sums of one step. That of a bucket begins as soon as this node has its share, beside the rest of backward."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        sizes: Mapping[str, int],
+        num_rows: Mapping[str, int],
+        node: NodeId,
+        ranks: Mapping[NodeId, int],
+        fabric: Fabric | None,
+    ) -> None:
+        """Begin without any contribution.
+
+        Args:
+            buckets: of the generation.
+            sizes: number of parameters of each group.
+            num_rows: how many contributions this node has to each group that it holds.
+            ranks: rank of each node in the fabric; None where this node shares no group with another.
+        """
+        self._sizes, self._num_rows, self._node, self._ranks, self._fabric = sizes, num_rows, node, ranks, fabric
+        self._waiting = deque(bucket for bucket in buckets if node in bucket.holders)
+        self._rows: dict[str, list[Row]] = {}
+        self._begun: list[_BucketSum] = []
+
+    def add(self, group: str, row: Row) -> None:
+        """Take a contribution, which may not have been computed yet."""
+        self._rows.setdefault(group, []).append(row)
+        while self._waiting and self._has_all(self._waiting[0]):
+            bucket = self._waiting.popleft()
+            found = _BucketSum(bucket, [self._rows.pop(name) for name in bucket.groups])
+            if len(bucket.holders) > 1 and self._size(bucket):
+                assert self._fabric is not None, "a bucket with several holders needs a fabric"
+                ranks = tuple(self._ranks[holder] for holder in bucket.holders)
+                found.handle = self._fabric.sum(ranks, self._size(bucket), found.contribution)
+            self._begun.append(found)
+
+    def finish(
+        self, patience: Patience, on_summed: Callable[[float, float], None]
+    ) -> tuple[dict[str, Float[np.ndarray, " P"]], tuple[SumReport, ...]]:
+        """Wait for all sums; return each group's gradient summed over its holders, and what to report of it.
+
+        Args:
+            on_summed: told from when to when each sum over several nodes ran (`time.monotonic`), waits included.
+
+        Raises:
+            Abandoned, PeerLost, Stalled: as `Patience.wait`.
+        """
+        assert not self._waiting, f"contributions are missing to {self._waiting[0]}"
+        sums: dict[str, np.ndarray] = {}
+        reports: list[SumReport] = []
+        for begun in self._begun:
+            others = [holder for holder in begun.bucket.holders if holder != self._node]
+            handle = begun.handle
+            total = begun.contribution() if handle is None else patience.wait(handle.wait, others)
+            if handle is not None:
+                on_summed(begun.began_s, handle.ended_s)
+            offset = 0
+            for name in begun.bucket.groups:
+                sums[name] = total[offset : offset + self._sizes[name]]
+                offset += self._sizes[name]
+                reports.append(report(name, sums[name]))
+        return sums, tuple(sorted(reports, key=lambda item: item.group))
+
+    def _has_all(self, bucket: Bucket) -> bool:
+        return all(len(self._rows.get(name, ())) == self._num_rows[name] for name in bucket.groups)
+
+    def _size(self, bucket: Bucket) -> int:
+        return sum(self._sizes[name] for name in bucket.groups)
+
+
+class _BucketSum:
+    """A bucket to which this node has given its share."""
+
+    def __init__(self, bucket: Bucket, rows: list[list[Row]]) -> None:
+        self.bucket = bucket
+        self.handle: SumHandle | None = None
+        self.began_s = 0.0
+        self._rows = rows
+
+    def contribution(self) -> Float[np.ndarray, " n"]:
+        """Return the node's share, once it has been computed."""
+        parts = [sum((row() for row in others), first()) for first, *others in self._rows]
+        self._rows = []
+        self.began_s = time.monotonic()
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def report(group: str, gradient: Float[np.ndarray, " P"]) -> SumReport:

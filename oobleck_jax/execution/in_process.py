@@ -5,6 +5,7 @@ every wait has a limit and can be abandoned, and who depends on a node that was 
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from oobleck_jax.errors import PeerLost
-from oobleck_jax.execution.fabric import Ranks, SumHandle
+from oobleck_jax.execution.fabric import Ranks, SumHandle, Vector
 from oobleck_jax.execution.jaxlib_private import is_ready
 from oobleck_jax.execution.link import Address, LinkKey, Pull
 from oobleck_jax.execution.waiting import wait_event, wait_ready
@@ -210,17 +211,17 @@ class InProcessFabric:
     def warm(self, sums: Sequence[tuple[Ranks, int]], limit_s: float, abandoned: threading.Event) -> None:
         for ranks, length in sums:
             if self._rank in ranks:
-                self.sum(ranks, np.zeros(length, np.float32)).wait(limit_s, abandoned)
+                self.sum(ranks, length, lambda length=length: np.zeros(length, np.float32)).wait(limit_s, abandoned)
 
     def detach(self) -> None:
         pass
 
-    def sum(self, ranks: Ranks, vector: Float[np.ndarray | jax.Array, " n"], channel: int = 0) -> SumHandle:
+    def sum(self, ranks: Ranks, length: int, vector: Vector, channel: int = 0) -> SumHandle:
         assert self._sums is not None, "the fabric is closed"
         assert self._rank in ranks, f"rank {self._rank} takes no part in a sum over {ranks}"
         count = self._counts.get((ranks, channel), 0)
         self._counts[ranks, channel] = count + 1
-        return self._sums.contribute(ranks, channel, count, self._rank, np.asarray(vector))
+        return self._sums.contribute(ranks, channel, count, self._rank, vector())
 
     def drop(self) -> None:
         self._sums = None
@@ -229,6 +230,7 @@ class InProcessFabric:
 class _InProcessSum:
     def __init__(self, ranks: Ranks, length: int) -> None:
         self.vectors: dict[int, np.ndarray] = {}
+        self.ended_s = 0.0
         self._what = f"sum of {length} numbers over ranks {ranks}"
         self._done = threading.Event()
         self._total: np.ndarray | None = None  # None when done: a member died
@@ -237,7 +239,7 @@ class _InProcessSum:
         return rank in self.vectors
 
     def fill(self, total: np.ndarray) -> None:
-        self._total = total
+        self._total, self.ended_s = total, time.monotonic()
         self._done.set()
 
     def end(self) -> None:

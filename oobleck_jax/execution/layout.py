@@ -3,7 +3,7 @@
 Everything here is derived from (plan, model) alone, so all nodes agree without talking.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck_jax.model import LayeredModel
@@ -70,6 +70,10 @@ class Group:
     name: str
     layers: tuple[int, ...]
     attribute: str | None = None
+
+
+# Parameters of a bucket that is large enough. Larger ones would begin later, smaller ones are more sums.
+_BUCKET_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +153,36 @@ def layout_of(model: LayeredModel, plan: Plan, node: NodeId, costs: Sequence[flo
     return NodeLayout(stages=(), microbatches=range(0), actions=())
 
 
-def buckets_of(groups: Sequence[Group], plan: Plan) -> tuple[Bucket, ...]:
+def buckets_of(groups: Sequence[Group], sizes: Mapping[str, int], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets in the one order in which every node sums them: last layers first, as backward ends.
 
     A holder counts once, however many of a tied group's layers it has: it adds up its own contributions first.
+
+    Args:
+        sizes: number of parameters of each group.
     """
-    holders = {group.name: _holders(group, plan) for group in groups}
     by_holders: dict[tuple[NodeId, ...], list[Group]] = {}
+    for group in sorted(groups, key=lambda group: -group.layers[0]):
+        by_holders.setdefault(_holders(group, plan), []).append(group)
+    found = [(holders, members) for holders, all_of in by_holders.items() for members in _large(all_of, sizes)]
+    # A bucket is complete when backward has come to its first layer.
+    found.sort(key=lambda item: (-item[1][-1].layers[0], item[0]))
+    return tuple(Bucket(groups=tuple(group.name for group in members), holders=holders) for holders, members in found)
+
+
+def _large(groups: Sequence[Group], sizes: Mapping[str, int]) -> list[list[Group]]:
+    """Cut groups into runs that are large enough, the last one with what is left over: a short sum is one program more.
+
+    Programs of a fabric are made when nodes recover (fabric.py).
+    """
+    runs: list[list[Group]] = [[]]
     for group in groups:
-        by_holders.setdefault(holders[group.name], []).append(group)
-    ordered = sorted(by_holders.items(), key=lambda item: (-item[1][0].layers[0], item[0]))
-    return tuple(Bucket(groups=tuple(group.name for group in members), holders=nodes) for nodes, members in ordered)
+        if sum(sizes[member.name] for member in runs[-1]) >= _BUCKET_SIZE:
+            runs.append([])
+        runs[-1].append(group)
+    if len(runs) > 1 and sum(sizes[member.name] for member in runs[-1]) < _BUCKET_SIZE:
+        runs[-2:] = [runs[-2] + runs[-1]]
+    return runs
 
 
 def _holders(group: Group, plan: Plan) -> tuple[NodeId, ...]:

@@ -9,6 +9,7 @@ Shapes: B microbatch, T sequence.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.executor import Executor, Losses
 from oobleck_jax.execution.fabric import Fabric
-from oobleck_jax.execution.gradient_sum import SumReport, report, sum_gradients
+from oobleck_jax.execution.gradient_sum import GradientSums, SumReport
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
 from oobleck_jax.execution.layer_functions import LayerFunctions, Params, input_specs
@@ -170,7 +171,7 @@ class NodeTrainer:
         self._generation = generation
         if not generation.holdings.get(generation.node):
             self._held = {}
-        self._buckets = buckets_of(self._groups, generation.plan)
+        self._buckets = buckets_of(self._groups, self._builder.sizes, generation.plan)
         layout = layout_of(self._model, generation.plan, generation.node)
         self._stages = self._make_stages(layout)
         transfer = self._transfer(generation)
@@ -306,14 +307,14 @@ class NodeTrainer:
                 tuple(generation.ranks[holder] for holder in bucket.holders),
                 sum(self._builder.sizes[name] for name in bucket.groups),
             )
-            for bucket in buckets_of(self._groups, generation.plan)
+            for bucket in buckets_of(self._groups, self._builder.sizes, generation.plan)
             if len(bucket.holders) > 1 and any(self._builder.sizes[name] for name in bucket.groups)
         )
 
     # -- a step
 
     def compute(self, step: int, *, fabric: Fabric | None, patience: Patience) -> StepResult:
-        """Run forward and backward of the node's share of a step, and sum gradients over the holders.
+        """Run forward and backward of the node's share of a step, and meanwhile sum gradients over the holders.
 
         Changes nothing that lasts; the sums are kept for `commit`.
 
@@ -322,26 +323,23 @@ class NodeTrainer:
         """
         assert self._executor is not None, "prepare comes first"
         began_s = time.monotonic()
-        losses = self._executor.train(step, patience)
-        gradients: dict[str, np.ndarray] = {}
-        for stage in self._stages.values():
-            for name, row in stage.gradients().items():
-                gradients[name] = gradients[name] + row if name in gradients else row
-        computed_s = time.monotonic()
-        self._watch.start()
-        self._at_moment(Moment.SUM, step)
-        self._sums = sum_gradients(
-            gradients,
-            buckets=self._buckets,
+        gradient_sums = GradientSums(
+            self._buckets,
+            sizes=self._builder.sizes,
+            num_rows=Counter(name for stage in self._stages.values() for name in stage.emitted),
             node=self._generation.node,
             ranks=self._generation.ranks,
             fabric=fabric,
-            patience=patience,
+        )
+        losses = self._executor.train(step, patience, gradient_sums.add)
+        computed_s = time.monotonic()
+        self._watch.start()
+        self._at_moment(Moment.SUM, step)
+        self._sums, reports = gradient_sums.finish(
+            patience, lambda began_s, ended_s: self._recorder.add(Activity.REDUCE, began_s, ended_s, step)
         )
         summed_s = time.monotonic()
         self._watch.lap(Activity.SUM, step)
-        reports = tuple(report(name, total) for name, total in sorted(self._sums.items()))
-        self._watch.lap(Activity.CHECK, step)
         return StepResult(
             loss_sum=losses.loss_sum,
             num_tokens=losses.num_tokens,

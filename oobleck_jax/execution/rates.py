@@ -101,7 +101,7 @@ def _connect(address: str, *, rank: int) -> GlooFabric:
 
 
 def _sum(fabric: GlooFabric, size: int) -> None:
-    fabric.sum((0, 1), np.zeros(size, np.float32)).wait(_LIMIT_S, threading.Event())
+    fabric.sum((0, 1), size, lambda: np.zeros(size, np.float32)).wait(_LIMIT_S, threading.Event())
 
 
 def _least_s(call: Callable[[], None]) -> float:

@@ -33,8 +33,8 @@ class Activity(StrEnum):
     LOSS = "loss"  # the last span: forward and backward in one program
     BACKWARD = "backward"
     RECEIVE = "receive"  # waits for another stage
-    SUM = "sum"  # of gradients, with the wait for the other holders
-    CHECK = "check"  # norms and checksums of the summed gradients
+    SUM = "sum"  # waits for the sums of gradients, and looks at norms and checksums
+    REDUCE = "reduce"  # a sum of gradients over nodes runs, beside the programs; with the wait for the other holders
     VOTE = "vote"  # waits for the decision
     UPDATE = "update"
     EVALUATE = "evaluate"

@@ -281,7 +281,7 @@ class Span:
             return self.functions.apply(own, {}, h, keys_of(randomness, layer)), None
 
         layers = first_layer + jnp.arange(self.key.num_layers, dtype=jnp.int32)
-        return jax.lax.scan(_rematerialised(body, self.key.remat), x, (params[0], layers))[0]
+        return jax.lax.scan(rematerialised(body, self.key.remat), x, (params[0], layers))[0]
 
     def _vjp(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Any:
         if self.takes_tokens:
@@ -336,7 +336,8 @@ def _accumulate(acc: SpanParams, gradients: SpanParams) -> SpanParams:
     return jax.tree.map(lambda a, g: a + g.astype(a.dtype), acc, gradients)
 
 
-def _rematerialised(body: Any, remat: Remat) -> Any:
+def rematerialised(body: Any, remat: Remat) -> Any:
+    """Return the body of a scan over layers, of which the forward pass keeps what a policy says."""
     match remat:
         case Remat.NONE:
             return body

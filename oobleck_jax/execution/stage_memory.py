@@ -15,6 +15,7 @@ import numpy as np
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.executor import Executor
+from oobleck_jax.execution.gradient_sum import Row
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
 from oobleck_jax.execution.layout import groups_of, layout_of
@@ -66,8 +67,9 @@ def stage_peak_bytes(config: RunConfig, template: Template, node: NodeId, home: 
         recorder=NoRecorder(),
     )
     patience = Patience(abandoned=threading.Event(), limit_s=_LIMIT_S, on_waiting=lambda node: None)
-    executor.train(0, patience)
-    stage.update(stage.gradients(), 1.0, 1e-3)
+    rows: dict[str, list[Row]] = {}
+    executor.train(0, patience, lambda group, row: rows.setdefault(group, []).append(row))
+    stage.update({group: np.add.reduce([row() for row in found]) for group, found in rows.items()}, 1.0, 1e-3)
     return metered.peak_bytes
 
 

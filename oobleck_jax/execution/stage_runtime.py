@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from oobleck_jax.config import Precision, Remat
+from oobleck_jax.execution.gradient_sum import Emit
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
 from oobleck_jax.execution.pace import Pace
@@ -102,6 +103,15 @@ class StageRuntime:
     def groups(self) -> tuple[str, ...]:
         return tuple(name for names in self.run_names for name in names)
 
+    @property
+    def emitted(self) -> tuple[str, ...]:
+        """The groups whose gradients a step gives, once for each contribution."""
+        return tuple(
+            name
+            for layer_span, _ in self._spans
+            for name in (*map(own_group, layer_span.layers), *self._tied_names(layer_span).values())
+        )
+
     def compilations(self, *, with_evaluation: bool) -> dict[Hashable, Callable[[], Any]]:
         """Return a call for each program of the stage, by what it is; it compiles the program, or finds it compiled."""
         calls: dict[Hashable, Callable[[], Any]] = {}
@@ -168,14 +178,21 @@ class StageRuntime:
             self._saved[microbatch] = lambda pace: kept
         return y
 
-    def backward(self, microbatch: int, dy: jax.Array, pace: Pace) -> jax.Array | None:
-        """Run a microbatch backward; returns the gradient of its input, None on the first stage."""
-        return self._backward_spans(self._saved.pop(microbatch)(pace), dy, pace)
+    def backward(self, microbatch: int, dy: jax.Array, pace: Pace, emit: Emit | None = None) -> jax.Array | None:
+        """Run a microbatch backward; returns the gradient of its input, None on the first stage.
+
+        Args:
+            emit: takes the gradient sums as they become complete; given with the last microbatch only.
+        """
+        return self._backward_spans(self._saved.pop(microbatch)(pace), dy, pace, emit)
 
     def loss_and_backward(
-        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any, pace: Pace
+        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any, pace: Pace, emit: Emit | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Run a microbatch forward and backward on the last stage.
+
+        Args:
+            emit: as of `backward`.
 
         Returns:
             The loss summed over the microbatch's tokens, and the gradient of the input (None on the first stage).
@@ -193,7 +210,9 @@ class StageRuntime:
             randomness,
             self._layer_numbers[-1],
         )
-        return loss, self._backward_spans(kept, dx, pace)
+        if emit is not None:
+            self._emit(len(self._spans) - 1, emit)
+        return loss, self._backward_spans(kept, dx, pace, emit)
 
     def infer(self, x: jax.Array, pace: Pace) -> jax.Array:
         """Run a microbatch forward without gradients; of the last stage all but the last layer."""
@@ -206,21 +225,6 @@ class StageRuntime:
         span = self._spans[-1][1]
         x = self.infer(x, pace)
         return pace.run((span.key, "infer_loss"), span.infer_loss, self._params(-1), x, self.put_batch(targets))
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """Return the gradient sums by group, float32[P] each; a tied group's contributions are added up."""
-        rows: dict[str, np.ndarray] = {}
-        for number, (layer_span, span) in enumerate(self._spans):
-            own_NP, tied = span.flatten(self._accumulators[number])
-            own_NP = np.asarray(own_NP)
-            self._accumulators[number] = ({}, {})  # at once: all of them would be there twice
-            for index, layer in enumerate(layer_span.layers):
-                rows[own_group(layer)] = own_NP[index]
-            for attribute, name in self._tied_names(layer_span).items():
-                row = np.asarray(tied[attribute])[0]
-                rows[name] = rows[name] + row if name in rows else row
-        self._accumulators = []
-        return rows
 
     def update(self, gradients: Mapping[str, np.ndarray], clip_factor: float, learning_rate: float) -> None:
         """Apply one optimizer step to all groups of the stage."""
@@ -252,14 +256,28 @@ class StageRuntime:
             x = y
         return x, kept
 
-    def _backward_spans(self, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace) -> jax.Array | None:
+    def _backward_spans(
+        self, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace, emit: Emit | None
+    ) -> jax.Array | None:
         """Run the first spans backward; what they kept is dropped as it is used."""
         while kept:
             number = len(kept) - 1
             span = self._spans[number][1]
             arguments = (self._params(number), kept.pop(), dy, self._accumulators[number])
             self._accumulators[number], dy = pace.run((span.key, "backward"), span.backward, *arguments)
+            if emit is not None:
+                self._emit(number, emit)
         return dy
+
+    def _emit(self, number: int, emit: Emit) -> None:
+        """Give a span's gradient sums away; a tied parameter's may have other contributions."""
+        layer_span, span = self._spans[number]
+        own_NP, tied = span.flatten(self._accumulators[number])
+        self._accumulators[number] = ({}, {})  # at once: all of them would be there twice
+        for index, layer in enumerate(layer_span.layers):
+            emit(own_group(layer), partial(_row, own_NP, index))
+        for attribute, name in self._tied_names(layer_span).items():
+            emit(name, partial(_row, tied[attribute], 0))
 
     def _params(self, number: int) -> SpanParams:
         layer_span, _ = self._spans[number]
@@ -273,6 +291,10 @@ class StageRuntime:
 
     def _put(self, value: np.ndarray | np.generic) -> jax.Array:
         return jax.device_put(value, self.devices.replicated)
+
+
+def _row(rows_NP: jax.Array, index: int) -> np.ndarray:
+    return np.asarray(rows_NP)[index]
 
 
 def _own_groups(layer_span: LayerSpan) -> tuple[str, ...]:

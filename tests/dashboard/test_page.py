@@ -57,7 +57,9 @@ def test_a_run_can_be_watched_and_acted_on_whatever_happens(launch: Launch, tmp_
             await tab.wait_for("document.querySelector('.kind-coordinator b') !== null")
             assert await tab.run("document.querySelector('.kind-loss b') !== null")  # what was before is still there
 
-            await tab.run("document.querySelector('#stop').click(); document.querySelector('#do-stop').click()")
+            await tab.run("document.querySelector('#act').click(); document.querySelector('#do-checkpoint').click()")
+            await tab.wait_for("document.querySelector('#said').textContent.includes('is saved, in the background')")
+            await tab.run("document.querySelector('#do-stop').click()")
             await tab.wait_for("document.querySelector('#phase').textContent == 'stopped'")
             assert "by a person" in await tab.run("document.querySelector('#reason').textContent")
             assert second.wait(timeout=20) == 130

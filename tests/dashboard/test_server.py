@@ -34,7 +34,7 @@ class Done:
     calls: list[tuple[str, int | None]] = field(default_factory=list)
 
     def actions(self) -> Actions:
-        return Actions(drain=self._drain, kill=self._kill, stop=self._stop)
+        return Actions(drain=self._drain, kill=self._kill, checkpoint=self._checkpoint, stop=self._stop)
 
     def _drain(self, node: NodeId) -> str:
         self.calls.append(("drain", node))
@@ -42,6 +42,9 @@ class Done:
 
     def _kill(self, node: NodeId) -> str:
         raise ActionRefused(f"there is no node {node}")
+
+    def _checkpoint(self) -> str:
+        raise ActionRefused("this run saves nothing")
 
     def _stop(self) -> str:
         self.calls.append(("stop", None))
@@ -130,7 +133,8 @@ def test_actions_that_cannot_be_done_say_why() -> None:
         for action, body, status, words in (
             ("kill", '{"node": 9}', 409, "there is no node 9"),
             ("kill", "", 409, "kill needs a node"),
-            ("explode", "", 400, "there are drain, kill, stop"),
+            ("checkpoint", "", 409, "this run saves nothing"),
+            ("explode", "", 400, "there are drain, kill, checkpoint, stop"),
             ("drain", '{"node": "all"}', 400, "Expected `int | null`, got `str`"),
             ("drain", '{"node": 1, "at": 3}', 400, "unknown field `at`"),
             ("drain", "{", 400, "truncated"),

@@ -73,7 +73,7 @@ class Node:
         assert self._fabric is not None
         vector = np.random.default_rng(seed).standard_normal(length, dtype=np.float32)
         for _ in range(repeats):
-            total = self._fabric.sum(tuple(ranks), vector).wait(limit_s, self.abandoned)
+            total = self._fabric.sum(tuple(ranks), vector.size, lambda: vector).wait(limit_s, self.abandoned)
         return total[:1000].tobytes().hex()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ def test_all_members_get_the_same_bits(never: threading.Event) -> None:
         fabric = sums.fabric(rank)
         fabric.warm([(ranks, 1000), ((0, 2), 5)][:1], LIMIT_S, never)
         fabric.detach()
-        handles = [fabric.sum(ranks, vector(rank + 10 * step)) for step in range(5)]
+        handles = [fabric.sum(ranks, 1000, partial(vector, rank + 10 * step)) for step in range(5)]
         totals = [handle.wait(LIMIT_S, never) for handle in handles]
         assert not any(total.flags.writeable for total in totals)
         return [total.tobytes() for total in totals]
@@ -47,12 +48,12 @@ def test_all_members_get_the_same_bits(never: threading.Event) -> None:
 def test_sums_of_different_members_and_channels_do_not_mix(never: threading.Event) -> None:
     sums = InProcessSums(jax.devices()[:3])
     fabrics = [sums.fabric(rank) for rank in range(3)]
-    one = fabrics[0].sum((0, 1), vector(0), channel=0)
-    two = fabrics[0].sum((0, 1), vector(1), channel=1)
-    three = fabrics[0].sum((0, 2), vector(2))
-    fabrics[2].sum((0, 2), vector(0))
-    fabrics[1].sum((0, 1), vector(0), channel=1)
-    fabrics[1].sum((0, 1), vector(0), channel=0)
+    one = fabrics[0].sum((0, 1), 1000, partial(vector, 0), channel=0)
+    two = fabrics[0].sum((0, 1), 1000, partial(vector, 1), channel=1)
+    three = fabrics[0].sum((0, 2), 1000, partial(vector, 2))
+    fabrics[2].sum((0, 2), 1000, partial(vector, 0))
+    fabrics[1].sum((0, 1), 1000, partial(vector, 0), channel=1)
+    fabrics[1].sum((0, 1), 1000, partial(vector, 0), channel=0)
     np.testing.assert_array_equal(one.wait(LIMIT_S, never), 2 * vector(0))
     np.testing.assert_array_equal(two.wait(LIMIT_S, never), vector(0) + vector(1))
     np.testing.assert_array_equal(three.wait(LIMIT_S, never), vector(0) + vector(2))
@@ -60,7 +61,7 @@ def test_sums_of_different_members_and_channels_do_not_mix(never: threading.Even
 
 def test_a_sum_that_a_member_does_not_join_ends(never: threading.Event) -> None:
     sums = InProcessSums(jax.devices()[:2])
-    handle = sums.fabric(0).sum((0, 1), vector(0))
+    handle = sums.fabric(0).sum((0, 1), 1000, partial(vector, 0))
     with pytest.raises(Stalled, match="ranks"):
         handle.wait(0.05, never)
     over = threading.Event()
@@ -71,4 +72,4 @@ def test_a_sum_that_a_member_does_not_join_ends(never: threading.Event) -> None:
     with pytest.raises(PeerLost):
         handle.wait(LIMIT_S, never)
     with pytest.raises(PeerLost):  # and so does a sum that begins after the death
-        sums.fabric(0).sum((0, 1), vector(0), channel=1).wait(LIMIT_S, never)
+        sums.fabric(0).sum((0, 1), 1000, partial(vector, 0), channel=1).wait(LIMIT_S, never)
