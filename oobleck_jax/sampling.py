@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from oobleck_jax.execution.layer_functions import LayerFunctions, Params
+from oobleck_jax.execution.layer_functions import LayerFunctions, Params, functions_of
 from oobleck_jax.execution.layout import LayerSpan, own_group, spans_of
 from oobleck_jax.model import LayeredModel
 
@@ -28,7 +28,7 @@ class WholeModel:
             params: of all groups.
         """
         self._model = model
-        self._functions = {layer.kind: LayerFunctions(layer) for layer in model.layers}
+        self._functions = functions_of(model)
         self._spans = spans_of(model, range(len(model.layers)))
         self._params = [self._arrange(span, params) for span in self._spans]
         self._logits = jax.jit(self._compute)

@@ -94,7 +94,7 @@ def main(arguments: Arguments) -> int:
 def measure(config: RunConfig, template: Template) -> list[Row]:
     """Return predicted and actual peak of each stage of a pipeline, which has one on each node."""
     home = Home(jax.local_devices()[:1])
-    profile = estimate_profile_with_xla(config, LAPTOP_RATES)
+    profile = estimate_profile_with_xla(config, LAPTOP_RATES, home=home)
     costs = tabulate(
         profile,
         devices_per_node=1,

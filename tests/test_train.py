@@ -28,6 +28,7 @@ from oobleck_jax.train import main
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).parent / "elastic" / "fake_worker.py"))
 MARKER = "OOBLECK_TEST_RUN"
+LIMIT_S = 60.0  # for anything that is waited for, so that a slow machine under load keeps it
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -187,7 +188,7 @@ class Launch:
     def interrupt(self, run: "subprocess.Popen[str]") -> None:
         """End a run that goes well."""
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate(timeout=10)
+        _, err = run.communicate(timeout=LIMIT_S)
         assert run.returncode == 130
         assert err.count("\n") == 1, err
 
@@ -195,8 +196,8 @@ class Launch:
         path = self.run_dir / name
         return path.read_text().splitlines() if path.exists() else []
 
-    def wait_for(self, holds: Callable[[], bool], within_s: float = 40.0) -> None:
-        end_s = time.monotonic() + within_s
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
         while not holds():
             assert time.monotonic() < end_s, [process.poll() for process in self.processes]
             time.sleep(0.02)
@@ -229,8 +230,8 @@ class Launch:
         """The agents and workers that live."""
         return {process.pid for process in self.alive() if self._node_of(process) >= 0}
 
-    def await_nothing_left(self, within_s: float) -> None:
-        self.wait_for(lambda: not self.alive(), within_s)
+    def await_nothing_left(self) -> None:
+        self.wait_for(lambda: not self.alive())
 
     def events(self, kind: type[events.Record]) -> list[events.Record]:
         return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
@@ -261,7 +262,7 @@ def test_a_run_writes_its_files_and_leaves_nothing_behind(launch: Launch) -> Non
         *("--nodes", "3", "--fault-tolerance", "1", "--steps", "12", "--eval-every", "6"),
         *("--plan", "0-3,3-6 | 0-6", "--summary-json", str(summary)),
     )
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=LIMIT_S)
 
     assert (run.returncode, err) == (0, "")
     assert out.splitlines()[1].startswith("page: http://127.0.0.1:")
@@ -296,7 +297,7 @@ def test_a_run_writes_its_files_and_leaves_nothing_behind(launch: Launch) -> Non
     assert peaks["coordinator"] < 300e6
     assert max(peaks["agents"].values()) < 60e6
     assert set(peaks["workers"]) == {"0", "1", "2"}
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -308,11 +309,11 @@ def test_a_signal_ends_the_run(launch: Launch, number: int, exit_code: int, word
     run = launch.start("--nodes", "2", "--steps", "9999")
     launch.await_step(3)
     run.send_signal(number)
-    _, err = run.communicate(timeout=10)
+    _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == exit_code
     assert f" of 9999 steps: {words}; see " in err
     assert err.count("\n") == 1
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -333,11 +334,11 @@ def test_the_loss_of_a_process_ends_the_run_M4(launch: Launch, target: str, numb
     run = launch.start("--nodes", "3", "--steps", "99999")
     launch.await_step(3)
     os.kill(launch.find(target, node=1), number)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1
     assert words in err
     assert err.count("failed:") == 1
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -345,24 +346,24 @@ def test_with_fault_tolerance_the_run_goes_on_without_the_lost_node(launch: Laun
     run = launch.start("--nodes", "3", "--fault-tolerance", "1", "--steps", "600")
     launch.await_step(3)
     os.kill(launch.find("fake_worker.py", node=1), signal.SIGKILL)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=LIMIT_S)
     assert (run.returncode, err) == (0, "")
     assert "lost: the worker of node 1 was killed by SIGKILL (kill -9, or out of memory)\n" in out
     assert "loss: the worker of node 1 was killed by SIGKILL" in out
     journal = [record for _, record in events.read_events(launch.run_dir / "journal.jsonl")]
     assert [record.step for record in journal] == list(range(600))  # pyright: ignore
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
 def test_a_worker_that_raises_ends_the_run_with_its_traceback(launch: Launch) -> None:
     run = launch.start("--nodes", "2", "--steps", "99", worker=("--fault", "raise@1:4"))
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1
     assert "failed: the worker of node 1 failed: ValueError: invented trouble (generation 1, step 4, log " in err
     assert "    Traceback (invented)\n    ValueError: invented trouble\n" in err
     assert err.splitlines()[-1].startswith("stopped after 4 of 99 steps; see ")
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -370,7 +371,7 @@ def test_nothing_outlives_a_coordinator_that_nobody_starts_again(launch: Launch)
     run = launch.start("--nodes", "3", "--steps", "99999", "--orphan-minutes", "0.02")
     launch.await_step(3)
     run.kill()
-    launch.await_nothing_left(10.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -392,17 +393,17 @@ def test_a_coordinator_that_is_started_again_goes_on_with_the_same_processes_M2(
     again = launch.start(*command)
     launch.await_step(done + 3)
     assert launch.node_processes() == processes
-    out, err = again.communicate(timeout=60)
+    out, err = again.communicate(timeout=LIMIT_S)
     assert (again.returncode, err) == (0, "")
     assert f"goes on after {done} of 400 steps" in out
     for name in ("journal.jsonl", "metrics.jsonl"):
         assert [json.loads(line)["step"] for line in launch.lines(name)] == list(range(400))
     assert [event.step for event in launch.events(events.Evaluated)] == [149, 299, 399]  # pyright: ignore
     assert json.loads((launch.directory / "summary.json").read_text())["steps"] == 400
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
     third = launch.start(*command)
-    out, err = third.communicate(timeout=20)
+    out, err = third.communicate(timeout=LIMIT_S)
     assert (third.returncode, err) == (0, "")
     assert "this run is complete: all 400 steps are done" in out
 
@@ -429,8 +430,8 @@ def test_a_coordinator_that_is_started_again_replaces_agents_that_died_and_waits
     assert launch.events(events.Rejected) == []
     assert 2 in launch.events(events.Planned)[-1].plan.nodes  # pyright: ignore
     launch.interrupt(again)
-    joiner.communicate(timeout=10)
-    launch.await_nothing_left(2.0)
+    joiner.communicate(timeout=LIMIT_S)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -442,9 +443,9 @@ def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoin
     for process in launch.alive():
         process.kill()
     first.wait()
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
-    out, err = launch.start(*command).communicate(timeout=60)
+    out, err = launch.start(*command).communicate(timeout=LIMIT_S)
     assert err == ""
     assert "goes on with step" in out
     found = audit(launch.run_dir)
@@ -458,14 +459,14 @@ def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoin
 
     # More steps, on fewer nodes: the run goes on from where it ended. Another seed would be another run.
     longer = launch.start("--nodes", "2", "--steps", "350")
-    out, err = longer.communicate(timeout=60)
+    out, err = longer.communicate(timeout=LIMIT_S)
     assert (longer.returncode, err) == (0, "")
     assert "it goes on with other settings: " in out
     assert "nodes 3 (now 2)" in out
     found = audit(launch.run_dir)
     assert (found.end_step, found.num_undone_steps, found.violation) == (350, incident.num_redone_steps, None)
     other = launch.start("--nodes", "2", "--steps", "350", "--seed", "3")
-    _, err = other.communicate(timeout=20)
+    _, err = other.communicate(timeout=LIMIT_S)
     assert other.returncode == 2
     assert "the checkpoint of step 349 is of another run; they differ in seed 0 (saved) and 3 (now)" in err
 
@@ -502,13 +503,13 @@ def test_other_flags_do_not_go_on_with_a_run(launch: Launch) -> None:
     run = launch.start("--nodes", "2", "--steps", "9999")
     launch.await_step(3)
     second = launch.start("--nodes", "2", "--steps", "9999")
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=LIMIT_S)
     assert second.returncode == 2
     assert f"is in use by a running coordinator (process {run.pid})" in err
     run.kill()
     run.wait()
     other = launch.start("--nodes", "2", "--steps", "8888")
-    _, err = other.communicate(timeout=20)
+    _, err = other.communicate(timeout=LIMIT_S)
     assert other.returncode == 2
     assert "its run has other settings: steps 9999 (now 8888)" in err
 
@@ -519,12 +520,12 @@ def test_an_agent_that_is_told_to_end_leaves_and_the_others_go_on(launch: Launch
     launch.await_step(3)
     agent = psutil.Process(launch.find("elastic.agent", node=1))
     agent.terminate()
-    launch.wait_for(lambda: agent.status() == psutil.STATUS_ZOMBIE, 10.0)  # its parent looks after it in the end
+    launch.wait_for(lambda: agent.status() == psutil.STATUS_ZOMBIE)  # its parent looks after it in the end
     launch.await_steps_from_now(3)
     launch.interrupt(run)
     assert [event.node for event in launch.events(events.Leaving)] == [1]  # pyright: ignore
     assert launch.events(events.Failed) == []
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -534,14 +535,14 @@ def test_a_node_whose_agent_stood_still_for_too_long_ends_when_it_goes_on(launch
     agent = psutil.Process(launch.find("elastic.agent", node=1))
     worker = psutil.Process(launch.find("fake_worker.py", node=1))
     agent.suspend()
-    launch.wait_for(lambda: bool(launch.events(events.Failed)), 10.0)
+    launch.wait_for(lambda: bool(launch.events(events.Failed)))
     agent.resume()
-    launch.wait_for(lambda: not agent.is_running() and not worker.is_running(), 10.0)
+    launch.wait_for(lambda: not agent.is_running() and not worker.is_running())
     log = (launch.run_dir / "logs" / "node-1.log").read_text()
     assert "node 1 ends: excluded: the agent of node 1 has been silent for 4.0 s" in log
     launch.await_steps_from_now(3)
     launch.interrupt(run)
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -552,19 +553,19 @@ def test_a_node_joins_a_run_by_its_directory(launch: Launch) -> None:
     launch.await_plan_with(2)
     launch.await_steps_from_now(3)
     launch.interrupt(run)
-    _, err = joiner.communicate(timeout=10)
+    _, err = joiner.communicate(timeout=LIMIT_S)
     assert (joiner.returncode, err) == (130, "")
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
 def test_a_worker_that_cannot_start_ends_the_run(launch: Launch) -> None:
     run = launch.start("--nodes", "2", worker=("--step-s", "soon"))
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1
     assert "ended with exit code 2" in err
     assert "invalid float value: 'soon'" in err  # the tail of its log
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -574,12 +575,12 @@ def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None
     common = ("--steps", "8", "--coordinator-address", address, "--num-processes", "2", "--token", "secret")
     other = launch.start(*common, "--process-id", "1")
     first = launch.start(*common, "--process-id", "0")
-    out, err = first.communicate(timeout=60)
+    out, err = first.communicate(timeout=LIMIT_S)
     assert (first.returncode, err) == (0, "")
     assert "done: 8 of 8 steps" in out
-    other.communicate(timeout=10)
+    other.communicate(timeout=LIMIT_S)
     assert other.returncode == 0
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -590,14 +591,14 @@ def test_a_host_that_is_told_to_end_leaves_the_run_and_exits_with_0(launch: Laun
     first, second, third = [launch.start(*common, "--process-id", str(number)) for number in range(3)]
     launch.await_step(3)
     second.send_signal(signal.SIGTERM)
-    second.communicate(timeout=10)
+    second.communicate(timeout=LIMIT_S)
     assert second.returncode == 0
     launch.await_steps_from_now(3)
     launch.interrupt(first)
-    third.communicate(timeout=10)
+    third.communicate(timeout=LIMIT_S)
     assert third.returncode == 130
     assert launch.events(events.Failed) == []
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -606,13 +607,13 @@ def test_a_coordinator_without_nodes_takes_those_that_join(launch: Launch) -> No
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     coordinator = launch.start("--coordinator-address", address, "--nodes", "2", "--steps", "8", has_nodes=False)
     joined = [launch.start("--join", address) for _ in range(2)]
-    out, err = coordinator.communicate(timeout=60)
+    out, err = coordinator.communicate(timeout=LIMIT_S)
     assert (coordinator.returncode, err) == (0, "")
     assert "done: 8 of 8 steps" in out
     for process in joined:
-        process.communicate(timeout=10)
+        process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0
-    launch.await_nothing_left(2.0)
+    launch.await_nothing_left()
 
 
 @pytest.mark.process
@@ -622,8 +623,8 @@ def test_a_process_with_other_flags_is_refused_with_the_reason(launch: Launch) -
     common = ("--coordinator-address", address, "--num-processes", "2")
     first = launch.start(*common, "--process-id", "0", "--steps", "8")
     other = launch.start(*common, "--process-id", "1", "--steps", "9")
-    _, err = other.communicate(timeout=30)
+    _, err = other.communicate(timeout=LIMIT_S)
     assert other.returncode == 1
     assert "was started with other flags than the coordinator" in err
     first.send_signal(signal.SIGINT)
-    first.communicate(timeout=10)
+    first.communicate(timeout=LIMIT_S)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from oobleck_jax.config import Precision
 from oobleck_jax.execution.precision import as_computed, as_kept
-from oobleck_jax.model import Layer
+from oobleck_jax.model import Layer, LayeredModel
 
 
 Params: TypeAlias = dict[str, Any]
@@ -63,6 +63,12 @@ class LayerFunctions:
     def apply(self, own: Params, tied: Params, x: Array, keys: Array | None) -> Array:
         """Return the activations that a layer makes of its input; not for the last layer, which makes logits."""
         return as_computed(self.module(own, tied)(x, keys), self.precision)
+
+
+def functions_of(model: LayeredModel, precision: Precision = Precision.FLOAT32) -> dict[str, LayerFunctions]:
+    """Return the functions of each kind of layer; making them takes 0.1 s each, so not of each layer."""
+    by_kind = {layer.kind: layer for layer in model.layers}
+    return {kind: LayerFunctions(layer, precision) for kind, layer in by_kind.items()}
 
 
 def input_specs(

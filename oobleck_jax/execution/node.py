@@ -26,7 +26,7 @@ from oobleck_jax.execution.fabric import Fabric
 from oobleck_jax.execution.gradient_sum import GradientSums, SumReport
 from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.hop import hops_of
-from oobleck_jax.execution.layer_functions import LayerFunctions, Params, input_specs
+from oobleck_jax.execution.layer_functions import Params, functions_of, input_specs
 from oobleck_jax.execution.layout import LocalStage, NodeLayout, buckets_of, groups_of, layout_of, spans_of
 from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
@@ -122,8 +122,7 @@ class NodeTrainer:
         self._recorder = recorder or NoRecorder()
         self._watch = Stopwatch(self._recorder)
         self._config, self._model, self._dataset, self._link = config, model, dataset, link
-        by_kind = {layer.kind: layer for layer in model.layers}
-        self._functions = {kind: LayerFunctions(layer, config.precision) for kind, layer in by_kind.items()}
+        self._functions = functions_of(model, config.precision)
         self._library = SpanLibrary(self.home, self._functions)
         self._builder = StateBuilder(model, self._functions, groups_of(model), config.optimizer, self.home)
         self._microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)

@@ -8,16 +8,16 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oobleck_jax.config import Precision, RunConfig
+from oobleck_jax.config import RunConfig
 from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
-from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs, num_elements
+from oobleck_jax.execution.layer_functions import LayerFunctions, functions_of, input_specs, num_elements
 from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
@@ -27,6 +27,9 @@ from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
+
+Functions: TypeAlias = dict[str, LayerFunctions]
+"""Of each kind of layer."""
 
 _REPETITIONS = 9  # timed runs of a program
 _LIMIT_S = 3.0  # after this, two of them are enough
@@ -50,24 +53,26 @@ def measure_profile(
         progress: told (kind of layer, done, total).
     """
     model = config.model.build()
+    functions = functions_of(model, config.precision)
     device_counts = [1 << power for power in range(config.devices_per_node.bit_length())]
     kinds = list(dict.fromkeys(layer.kind for layer in model.layers))
     costs: dict[str, list[LayerCost]] = {kind: [] for kind in kinds}
     outputs: dict[str, int] = {}
-    x_specs = _inputs(config, model)
+    x_specs = _inputs(config, model, functions)
     # The programs are those of the longest spans that stages have, so that workers find them compiled.
     for done, kind in enumerate(kinds):
         for place, count in enumerate(device_counts):
             progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
             devices = StageDevices(home.devices[:count])
-            span = _span(config, model, kind, x_specs[kind], home, devices)
-            costs[kind].append(_measure(span, repetitions, _temporary_bytes(config, model, span)))
+            span = _span(config, model, functions, kind, x_specs[kind], home, devices)
+            costs[kind].append(_measure(span, repetitions, _temporary_bytes(config, model, functions, span)))
             outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
     progress("update", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
-    update_s_per_byte = _measure_update(config, model, x_specs, home, repetitions)
+    update_s_per_byte = _measure_update(config, model, functions, x_specs, home, repetitions)
     return _profile(
         config,
         model,
+        functions,
         device=home.devices[0].device_kind,
         source="measured",
         costs={kind: tuple(found) for kind, found in costs.items()},
@@ -78,24 +83,29 @@ def measure_profile(
     )
 
 
-def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
+def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Home | None = None) -> Profile:
     """Return a profile from XLA's own counts of operations and bytes; nothing is allocated or run.
 
     A program takes as long as its operations or its memory traffic, whichever is longer (roofline). With several
     devices the work is shared, and parameters are gathered once forward and twice backward.
+
+    Args:
+        home: where programs that it has need not be compiled again; they are compiled for its first device.
     """
+    home = home or Home(jax.local_devices(backend="cpu")[:1])
+    devices = StageDevices(home.devices[:1])
     model = config.model.build()
-    x_specs = _inputs(config, model)
+    functions = functions_of(model, config.precision)
+    x_specs = _inputs(config, model, functions)
     device_counts = [1 << power for power in range(config.devices_per_node.bit_length())]
     costs: dict[str, tuple[LayerCost, ...]] = {}
     outputs: dict[str, int] = {}
     for kind, x_spec in x_specs.items():
-        home = Home(jax.local_devices(backend="cpu")[:1])
-        span = _span(config, model, kind, x_spec, home, StageDevices(home.devices), num_layers=1)
+        span = _span(config, model, functions, kind, x_spec, home, devices, num_layers=1)
         forward, backward = _analysed(span)
         # Of as many layers as are scanned together; times are of one, because XLA counts what is repeated once.
-        together = _span(config, model, kind, x_spec, home, StageDevices(home.devices))
-        temporary = _temporary_bytes(config, model, together)
+        together = _span(config, model, functions, kind, x_spec, home, devices)
+        temporary = _temporary_bytes(config, model, functions, together)
         parameter_bytes = _bytes(span.params_specs)
         kept = _kept_bytes(span)
         outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
@@ -119,6 +129,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates) -> Profile:
     return _profile(
         config,
         model,
+        functions,
         device=rates.name,
         source="estimated from XLA's cost and memory analysis",
         costs=costs,
@@ -189,17 +200,21 @@ def _least_s(call: Callable[[], Any], repetitions: int) -> float:
 
 
 def _measure_update(
-    config: RunConfig, model: LayeredModel, x_specs: dict[str, jax.ShapeDtypeStruct], home: Home, repetitions: int
+    config: RunConfig,
+    model: LayeredModel,
+    functions: Functions,
+    x_specs: dict[str, jax.ShapeDtypeStruct],
+    home: Home,
+    repetitions: int,
 ) -> float:
     """Return the seconds per byte of gradients that a node needs to gather, check and apply them.
 
     The kind of layer with the most parameters stands for all.
     """
-    functions = _functions(model, config.precision)
     sizes = [num_elements(functions[layer.kind].own_shapes) for layer in model.layers]
     kind = model.layers[sizes.index(max(sizes))].kind
     devices = StageDevices(home.devices[:1])
-    span = _span(config, model, kind, x_specs[kind], home, devices)
+    span = _span(config, model, functions, kind, x_specs[kind], home, devices)
     numbers = [number for number, layer in enumerate(model.layers) if layer.kind == kind][: span.key.num_layers]
     names = [own_group(number) for number in numbers]
     builder = StateBuilder(model, functions, groups_of(model), config.optimizer, home)
@@ -255,22 +270,17 @@ def _work(program: jax.stages.Compiled) -> _Work:
 # -- both
 
 
-def _inputs(config: RunConfig, model: LayeredModel) -> dict[str, jax.ShapeDtypeStruct]:
+def _inputs(config: RunConfig, model: LayeredModel, functions: Functions) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of the input of each kind of layer, one microbatch."""
-    functions = _functions(model, config.precision)
     tokens_BT = jax.ShapeDtypeStruct((config.microbatch_size, config.sequence_length), jnp.int32)
     specs = input_specs(model.layers, functions, tokens_BT)
     return {layer.kind: spec for layer, spec in reversed(list(zip(model.layers, specs, strict=True)))}
 
 
-def _functions(model: LayeredModel, precision: Precision) -> dict[str, LayerFunctions]:
-    by_kind = {layer.kind: layer for layer in model.layers}
-    return {kind: LayerFunctions(layer, precision) for kind, layer in by_kind.items()}
-
-
 def _span(
     config: RunConfig,
     model: LayeredModel,
+    functions: Functions,
     kind: str,
     x_spec: jax.ShapeDtypeStruct,
     home: Home,
@@ -292,11 +302,11 @@ def _span(
         remat=config.remat.of_layers,
         is_stochastic=model.is_stochastic,
     )
-    return Span(key=key, functions=LayerFunctions(members[0], config.precision), home=home, devices=devices)
+    return Span(key=key, functions=functions[kind], home=home, devices=devices)
 
 
-def _temporary_bytes(config: RunConfig, model: LayeredModel, span: Span) -> int:
-    builder = StateBuilder(model, _functions(model, config.precision), groups_of(model), config.optimizer, span.home)
+def _temporary_bytes(config: RunConfig, model: LayeredModel, functions: Functions, span: Span) -> int:
+    builder = StateBuilder(model, functions, groups_of(model), config.optimizer, span.home)
     layers = [number for number, layer in enumerate(model.layers) if layer.kind == span.key.kind]
     own = [own_group(number) for number in layers[: span.key.num_layers]]
     tied = [[name] for _, name in model.layers[layers[0]].tied]
@@ -316,6 +326,7 @@ def _bytes(tree: Any) -> int:
 def _profile(
     config: RunConfig,
     model: LayeredModel,
+    functions: Functions,
     *,
     device: str,
     source: str,
@@ -325,7 +336,6 @@ def _profile(
     sum_rate: Rate,
     update_s_per_byte: float,
 ) -> Profile:
-    functions = _functions(model, config.precision)
     tied = [group for group in groups_of(model) if group.attribute is not None]
     return Profile(
         device=device,

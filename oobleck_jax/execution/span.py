@@ -126,8 +126,7 @@ class Span:
     @property
     def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """What stays of a microbatch from `forward` to `backward`."""
-        specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
-        return self.kept(self.x_spec, jax.eval_shape(self._forward, *specs)[1])
+        return self.kept(self.x_spec, jax.eval_shape(self._forward, *self._forward_specs)[1])
 
     def kept(self, x: Any, residuals: list[Any]) -> list[Any]:
         """Return what `backward` needs of a forward pass."""
@@ -147,6 +146,10 @@ class Span:
         return self.devices.replicated_spec((), jnp.int32)
 
     @property
+    def _forward_specs(self) -> tuple[Any, ...]:
+        return self.params_specs, self.x_spec, self.random_specs, self._layer_spec
+
+    @property
     def _targets_spec(self) -> jax.ShapeDtypeStruct:
         return self.devices.batch_spec(self.key.targets_shape, jnp.int32)
 
@@ -155,11 +158,8 @@ class Span:
     @_once
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
-        specs = (self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
-        shardings = None
-        if len(self.devices.devices) == 1:
-            shardings = jax.tree.map(lambda _: self.devices.replicated, jax.eval_shape(self._forward, *specs))
-        return self.home.compiled((self.key, "forward"), self._forward, specs, out_shardings=shardings)
+        shardings = self.devices.replicated if len(self.devices.devices) == 1 else None
+        return self.home.compiled((self.key, "forward"), self._forward, self._forward_specs, out_shardings=shardings)
 
     @_once
     def backward(self) -> jax.stages.Compiled:
@@ -288,17 +288,23 @@ class Span:
             return jax.vjp(lambda params: self._apply(params, x, randomness, first_layer), params)
         return jax.vjp(lambda params, x: self._apply(params, x, randomness, first_layer), params, x)
 
-    def _forward(self, params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Any:
-        y, vjp = self._vjp(params, x, randomness, first_layer)
-        # The structure holds the traced backward pass; it stays here, so that programs exchange plain arrays.
-        residuals, self._residual_structure[:] = _flatten(strip_residuals(vjp))
-        return y, residuals
+    @_once
+    def _forward(self) -> Callable[..., Any]:
+        """The function of `forward`: the same object each time, so that JAX traces it once for all that ask."""
+
+        def forward(params: SpanParams, x: Array, randomness: Randomness | None, first_layer: Array) -> Any:
+            y, vjp = self._vjp(params, x, randomness, first_layer)
+            # The structure holds the traced backward pass; it stays here, so that programs exchange plain arrays.
+            residuals, self._residual_structure[:] = _flatten(strip_residuals(vjp))
+            return y, residuals
+
+        return forward
 
     @_once
     def _needs_x(self) -> bool:
         """Whether `backward` needs the input as it is."""
         if not self._residual_structure:
-            jax.eval_shape(self._forward, self.params_specs, self.x_spec, self.random_specs, self._layer_spec)
+            jax.eval_shape(self._forward, *self._forward_specs)
         stripped = jax.tree.unflatten(self._residual_structure[0], self._residual_structure[0].num_leaves * [None])
         return not self.takes_tokens and needed_primals(stripped)[1]
 

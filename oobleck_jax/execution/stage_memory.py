@@ -17,7 +17,7 @@ from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.executor import Executor
 from oobleck_jax.execution.gradient_sum import Row
 from oobleck_jax.execution.home import Home, StageDevices
-from oobleck_jax.execution.layer_functions import LayerFunctions, input_specs
+from oobleck_jax.execution.layer_functions import functions_of, input_specs
 from oobleck_jax.execution.layout import groups_of, layout_of
 from oobleck_jax.execution.link import Payload
 from oobleck_jax.execution.patience import Patience
@@ -36,7 +36,7 @@ def stage_peak_bytes(config: RunConfig, template: Template, node: NodeId, home: 
     """Run a step of the only stage of a node in a pipeline that does the whole batch; return its peak on one device."""
     gc.collect()
     model, metered = config.model.build(), MeteredHome(home)
-    functions = {layer.kind: LayerFunctions(layer, config.precision) for layer in model.layers}
+    functions = functions_of(model, config.precision)
     builder = StateBuilder(model, functions, groups_of(model), config.optimizer, metered)  # pyright: ignore[reportArgumentType]
     nodes = tuple(NodeId(number) for number in range(template.num_nodes))
     pipeline = Pipeline(template=template, nodes=nodes, num_microbatches=config.num_microbatches)

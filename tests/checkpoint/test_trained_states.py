@@ -15,7 +15,7 @@ from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written, write_group
 from oobleck_jax.config import Precision
 from oobleck_jax.execution.home import Home
-from oobleck_jax.execution.layer_functions import LayerFunctions
+from oobleck_jax.execution.layer_functions import functions_of
 from oobleck_jax.execution.layout import groups_of
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.planning.plan import NodeId
@@ -30,7 +30,7 @@ CONFIG = load_preset("gpt-test")
 @pytest.fixture(scope="module", params=[Precision.FLOAT32, Precision.BFLOAT16])
 def builder(request: pytest.FixtureRequest) -> StateBuilder:
     model = CONFIG.model.build()
-    functions = {layer.kind: LayerFunctions(layer, request.param) for layer in model.layers}
+    functions = functions_of(model, request.param)
     return StateBuilder(model, functions, groups_of(model), CONFIG.optimizer, Home(jax.devices("cpu")[:1]))
 
 

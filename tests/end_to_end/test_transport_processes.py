@@ -50,7 +50,7 @@ def doomed_sum_ends(survivors: list[Member], *, num_nodes: int) -> None:
     time.sleep(0.5)
     for member in survivors:
         member.tell("abandon")
-    answers = [member.answer(limit_s=5.0) for member in survivors]
+    answers = [member.answer() for member in survivors]
     assert {answer.get("error") for answer in answers} <= ENDINGS, answers
 
 
@@ -92,7 +92,7 @@ def test_a_node_dies_in_the_middle_of_a_sum_and_the_survivors_go_on_without_it(
         time.sleep(0.5)
         for member in survivors:
             member.tell("abandon")
-        answers = [member.answer(limit_s=5.0) for member in survivors]
+        answers = [member.answer() for member in survivors]
         assert {answer.get("error") for answer in answers} <= ENDINGS, answers
         all_tell(survivors, "close")
         with coordination_service(len(survivors)) as (address, _):
@@ -119,7 +119,7 @@ def test_a_node_that_stops_stalls_a_sum_and_one_that_never_comes_a_meeting(membe
             time.sleep(0.5)
             for member in survivors:
                 member.tell("abandon")
-            assert [member.answer(limit_s=5.0)["error"] for member in survivors] == ["Abandoned", "Abandoned"]
+            assert [member.answer()["error"] for member in survivors] == ["Abandoned", "Abandoned"]
         with coordination_service(2) as (address, _):
             for answer in meet(survivors, address, [((0, 1), LENGTH)]):
                 value(answer)
@@ -133,7 +133,7 @@ def test_a_meeting_that_was_given_up_harms_nobody_when_a_latecomer_completes_it(
                 member.tell("connect", address=address, rank=rank, num_nodes=2, sums=[], limit_s=1.0)
                 time.sleep(0.3)
                 member.tell("abandon")
-                assert member.answer(limit_s=5.0)["error"] == "Abandoned"
+                assert member.answer()["error"] == "Abandoned"
         time.sleep(0.3)  # the end of the service would abort a process that is still attached to it
         with coordination_service(2) as (address, _):
             for answer in meet(group, address, [((0, 1), LENGTH)]):
@@ -167,10 +167,10 @@ def test_a_pull_from_a_dead_node_ends_and_others_go_on(members: Members) -> None
         consumer.tell("pull", address=address, item=2, num_bytes=1 << 20, limit_s=10.0)  # is never offered
         time.sleep(0.2)
         producer.kill()
-        answer = consumer.answer(limit_s=5.0)
+        answer = consumer.answer()
         assert answer["error"] == "PeerLost", answer
         consumer.tell("pull", address=address, item=3, num_bytes=1 << 20, limit_s=10.0)
-        assert consumer.answer(limit_s=5.0)["error"] == "PeerLost"
+        assert consumer.answer()["error"] == "PeerLost"
         other.ask("offer", item=4, num_bytes=1 << 20)
         assert consumer.ask("pull", address=other_address, item=4, num_bytes=1 << 20, limit_s=10.0) == [4.0, 4.0]
 
@@ -183,7 +183,7 @@ def test_a_node_dies_in_the_middle_of_a_transfer_and_the_link_still_works(member
         consumer.tell("pull", address=address, item=1, num_bytes=big, limit_s=10.0)
         time.sleep(0.05)
         producer.kill()
-        answer = consumer.answer(limit_s=10.0)
+        answer = consumer.answer()
         assert answer.get("error") == "PeerLost", answer
         other.ask("offer", item=2, num_bytes=1 << 20)
         assert consumer.ask("pull", address=other_address, item=2, num_bytes=1 << 20, limit_s=10.0) == [2.0, 2.0]

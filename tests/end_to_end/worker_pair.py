@@ -1,6 +1,5 @@
 """Two real workers under a coordinator made by hand: generation after generation without kills, so that it is quick."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -16,9 +15,9 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.worker_process import worker_environment
 from oobleck_jax.execution.jaxlib_private import CoordinationService, start_coordination_service
 from oobleck_jax.planning.plan import NodeId, Plan
+from tests.end_to_end.training_runs import PROGRAMS, ROOT, environment
 
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
 
@@ -114,18 +113,17 @@ class Pair:
 
     def start(self, node: NodeId, *, ahead: tuple = ()) -> None:
         """Start a worker; it compiles these stages before it is ready."""
-        cache = self._folder / "programs"
-        cache.mkdir(exist_ok=True)
+        PROGRAMS.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "oobleck_jax.worker", "--control-fd", str(theirs.fileno())]
         with (self._folder / f"node-{node}.log").open("ab") as log, theirs:
             process = subprocess.Popen(
-                [*command, "--compilation-cache", str(cache)],
+                [*command, "--compilation-cache", str(PROGRAMS)],
                 pass_fds=(theirs.fileno(),),
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=worker_environment(os.environ, num_threads=1, num_devices=1),
+                env=worker_environment(environment(), num_threads=1, num_devices=1),
             )
         worker = Worker(node=node, process=process, control=ours)
         self.workers.insert(node, worker)
@@ -145,7 +143,7 @@ class Pair:
 
 @contextmanager
 def worker_pair(folder: Path) -> Iterator[Pair]:
-    """Start two workers of gpt-test that share a cache of programs in `folder`."""
+    """Start two workers of gpt-test that write their logs into `folder`."""
     pair = Pair(folder)
     try:
         for node in map(NodeId, range(2)):

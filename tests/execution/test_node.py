@@ -13,7 +13,7 @@ from flax import nnx
 from models.presets import load_preset
 from oobleck_jax.config import Precision, Remat, RunConfig
 from oobleck_jax.data import TokenDataset
-from oobleck_jax.execution.layer_functions import LayerFunctions, keys_of
+from oobleck_jax.execution.layer_functions import functions_of, keys_of
 from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.precision import as_computed
 from oobleck_jax.execution.state import StateBuilder
@@ -33,10 +33,10 @@ def config_of(**changes) -> RunConfig:
 def reference_gradients(config: RunConfig, plan, step: int) -> dict[str, np.ndarray]:
     """Return `jax.grad` of the whole model's loss, microbatch by microbatch, added up as the plan splits them."""
     model, dataset = config.model.build(), TokenDataset.open(config)
-    gradient = _whole_gradient(config)
+    gradient = _whole_gradient(replace(config, remat=Remat.NONE, eval_every=0))
     builder = StateBuilder(
         model,
-        {layer.kind: LayerFunctions(layer, config.precision) for layer in model.layers},
+        functions_of(model, config.precision),
         groups_of(model),
         config.optimizer,
         shared_home(config.model, 1),
@@ -68,7 +68,8 @@ def _layers_of(model, name: str) -> tuple[int, ...]:
 @functools.cache
 def _whole_gradient(config: RunConfig):
     model = config.model.build()
-    functions = [LayerFunctions(layer, config.precision) for layer in model.layers]
+    by_kind = functions_of(model, config.precision)
+    functions = [by_kind[layer.kind] for layer in model.layers]
 
     first, block, head = functions[0], functions[1], functions[-1]
     last = len(functions) - 1

@@ -54,7 +54,7 @@ def test_kept_bytes_are_those_of_the_input_of_each_layer(config, measured):
 
 
 def test_an_estimate_counts_the_work_of_the_model(config, measured):
-    estimated = estimate_profile_with_xla(config, LAPTOP_RATES)
+    estimated = estimate_profile_with_xla(config, LAPTOP_RATES, home=shared_home(config.model, 2))
     check_profile(estimated)
     assert [layer.state for layer in estimated.layers] == [layer.state for layer in measured.layers]
     assert estimated.tied_groups == measured.tied_groups

@@ -40,7 +40,7 @@ def test_memory_of_a_stage_is_as_predicted_P2(home, remat, precision):
     model = replace(config.model, num_blocks=8, width=64, context_length=64)
     config = replace(config, model=model, sequence_length=64, eval_every=0, remat=remat, precision=precision)
     costs = tabulate(
-        estimate_profile_with_xla(config, LAPTOP_RATES),
+        estimate_profile_with_xla(config, LAPTOP_RATES, home=home),
         devices_per_node=1,
         num_microbatches=config.num_microbatches,
         device_memory_bytes=1 << 40,
