@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Remat, ScheduleKind
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.forecast import forecast_plan
@@ -39,7 +39,8 @@ def choose_remat(proposer: Proposer, profile_of: Callable[[Remat], Profile]) -> 
         PlanError, NotEnoughNodes: no policy fits; what the one says that keeps the least.
     """
     trials: list[_Trial] = []
-    for policy in _POLICIES:
+    policies = _POLICIES if proposer.config.schedule is not ScheduleKind.ZB_H1 else (Remat.NONE,)
+    for policy in policies:
         profile = replace(trials[-1].proposer.profile, remat=policy) if policy is Remat.STAGE else profile_of(policy)
         config = replace(proposer.config, remat=policy)
         trials.append(_try(replace(proposer, config=config, profile=profile)))

@@ -45,6 +45,15 @@ class Remat(StrEnum):
         return self if self in (Remat.NONE, Remat.DOTS) else Remat.LAYER
 
 
+class ScheduleKind(StrEnum):
+    """In which order the stages of a pipeline do their work (planning/schedule_kinds.py)."""
+
+    AUTO = "auto"  # 1F1B, unless the planner predicts another one to be faster by a margin that matters
+    ONE_F_ONE_B = "1f1b"  # one stage on each device, forward and backward in turn
+    INTERLEAVED = "interleaved"  # several stages on each device: smaller bubble, more in memory and on the way
+    ZB_H1 = "zb-h1"  # gradients of weights fill the bubble; with --remat none only, because it needs what that keeps
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW with linear warm-up, cosine decay and clipping by the global norm."""
@@ -84,6 +93,7 @@ class RunConfig:
     devices_per_node: int = 1  # devices of each node
     fault_tolerance: int = 0  # f: losses of nodes that must be survivable at once; needs f+1 pipelines
     precision: Precision = Precision.FLOAT32  # of computation and state; mixed: bfloat16 computes, float32 is kept
+    schedule: ScheduleKind = ScheduleKind.AUTO  # order of a pipeline's work; auto: 1f1b, or what is clearly faster
     remat: Remat = Remat.LAYER  # what the forward pass keeps for the backward pass; auto: as much as fits
 
     @property
@@ -94,6 +104,11 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether a plan of the run may have pipelines with `ScheduleKind.ZB_H1`."""
+        return self.remat is Remat.NONE and self.schedule in (ScheduleKind.AUTO, ScheduleKind.ZB_H1)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows the commit of a step: every `eval_every` steps, and after the last."""
@@ -129,6 +144,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(
             f"a step has {config.num_microbatches} microbatches, but --fault-tolerance {config.fault_tolerance} needs "
             f"{config.fault_tolerance + 1} pipelines with one each; lower --microbatch-size"
+        )
+    if config.schedule is ScheduleKind.ZB_H1 and config.remat not in (Remat.NONE, Remat.AUTO):
+        raise ConfigError(
+            f"--schedule zb-h1 splits the backward pass, which --remat {config.remat} begins with computing again; "
+            "give --remat none, or another --schedule"
         )
     if config.sequence_length > config.model.max_sequence_length:
         raise ConfigError(

@@ -1,6 +1,8 @@
 """A plan report as a picture: who runs which layers, how full the devices are, and how a step goes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ from matplotlib.patches import Rectangle
 
 from oobleck_jax.plan_report import Report
 from oobleck_jax.plan_tables import ranges_text
-from oobleck_jax.planning.plan import NodeId, Pipeline
-from oobleck_jax.planning.schedule import Interval, Phase, one_f_one_b, simulate
+from oobleck_jax.planning.plan import NodeId, Pipeline, Stage
+from oobleck_jax.planning.schedule import Interval, Phase, simulate
+from oobleck_jax.planning.schedule_kinds import schedule_of
 
 
 MAX_PIPELINES = 24  # rows of the plan that are drawn
@@ -52,7 +55,7 @@ def _rows(report: Report) -> list[tuple[Pipeline, list[int]]]:
     rows: list[tuple[Pipeline, list[int]]] = []
     for number, pipeline in enumerate(report.planning.plan.pipelines):
         for other, numbers in rows:
-            if (other.template, other.num_microbatches) == (pipeline.template, pipeline.num_microbatches):
+            if replace(other, nodes=pipeline.nodes) == pipeline:
                 numbers.append(number)
                 break
         else:
@@ -71,7 +74,7 @@ def _draw_layers(axes: Axes, rows: Sequence[tuple[Pipeline, list[int]]], report:
             axes.add_patch(Rectangle(place, len(stage.layers), 0.8, facecolor=color, edgecolor="black", linewidth=0.5))
         for index in range(pipeline.template.num_nodes):
             stages = [stage for stage in pipeline.template.stages if stage.node_index == index]
-            layers = stages[-1].end_layer - stages[0].first_layer
+            layers = len(stages[0].layers) if _is_apart(stages) else stages[-1].end_layer - stages[0].first_layer
             nodes = [report.planning.plan.pipelines[number].nodes[index] for number in numbers]
             room = 130 * layers // pipeline.template.num_layers  # characters
             splits = f"\n{len(stages)} stages" if len(stages) > 1 else ""
@@ -87,6 +90,10 @@ def _draw_layers(axes: Axes, rows: Sequence[tuple[Pipeline, list[int]]], report:
     axes.set_title(
         "Which nodes run which layers" + (f" (spare: {ranges_text(spare)})" if spare else ""), fontsize=9, loc="left"
     )
+
+
+def _is_apart(stages: Sequence[Stage]) -> bool:
+    return any(before.end_layer != after.first_layer for before, after in pairwise(stages))
 
 
 def _node_text(nodes: Sequence[NodeId], room: int) -> str:
@@ -125,8 +132,9 @@ def _draw_memory(axes: Axes, rows: Sequence[tuple[Pipeline, list[int]]], report:
 
 def _intervals(report: Report, number: int) -> tuple[tuple[Interval, ...], ...]:
     pipeline, stages = report.planning.plan.pipelines[number], report.planning.stages[number]
-    schedule = one_f_one_b(len(stages), pipeline.num_microbatches)
-    return simulate(schedule, [stage.cost for stage in stages], [stage.transfer_s for stage in stages[:-1]])
+    return simulate(
+        schedule_of(pipeline), [stage.cost for stage in stages], [stage.transfer_s for stage in stages[:-1]]
+    )
 
 
 def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> None:
@@ -152,8 +160,9 @@ def _draw_schedule(axes_row: Sequence[Axes], report: Report, number: int) -> Non
             axes.add_patch(Rectangle((start_s, -0.4), length_s, len(rows) - 0.2, facecolor=color))
         axes.set_xlim(begin_s, end_s)
         axes.set_ylim(len(rows) - 0.5, -0.5)
+        word = "stage" if len(rows) == len(report.planning.stages[number]) else "devices"
         shown = range(0, len(rows), 1 + len(rows) // 30)
-        axes.set_yticks(shown, [f"stage {stage}" for stage in shown], fontsize=7)
+        axes.set_yticks(shown, [f"{word} {stage}" for stage in shown], fontsize=7)
         axes.set_xlabel("seconds")
         what = f"Schedule of pipeline {number}" + (f": how {part}" if len(windows) > 1 else "")
         axes.set_title(what, fontsize=9, loc="left")

@@ -6,6 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.plan_report import Report, Throughput
 from oobleck_jax.planning.forecast import StageForecast
 from oobleck_jax.planning.plan import Stage, Template
@@ -98,7 +99,8 @@ def _memory_table(report: Report) -> Table:
             continue
         shown.add((pipeline.template, pipeline.num_microbatches))
         stages = enumerate(zip(pipeline.template.stages, forecasts, strict=True))
-        name = str(number)
+        schedule = pipeline.schedule
+        name = str(number) if schedule is ScheduleKind.ONE_F_ONE_B else f"{number} ({schedule})"
         for _, group in groupby(stages, key=lambda item: _likeness(*item[1])):
             num_rows += 1
             if num_rows <= 2 * MAX_ROWS:

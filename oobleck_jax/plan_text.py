@@ -3,8 +3,10 @@
     0-5,5-10 | 0-10         two pipelines: layers 0-4 and 5-9 on two nodes, layers 0-9 on a third
     0-5,5-10:6 | 0-10:2     ... with 6 and 2 microbatches; without numbers they are shared by number of nodes
     0-5/2,5-10/2            stages of two devices each
+    0-3@0,3-5@1,5-8@0,8-10@1    interleaved: the first node has layers 0-2 and 5-7, the second one the others
 
-Nodes are numbered in order of appearance. The JSON form is that of `Plan` and can say everything.
+Nodes are numbered in order of appearance; `@` counts within the pipeline. The JSON form is that of `Plan` and can say
+everything.
 """
 
 import re
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 
 
-_STAGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?")
+_STAGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?(?:@(\d+))?")
 
 
 def read_plan(text: str, *, num_microbatches: int) -> Plan:
@@ -59,7 +62,9 @@ def parse_plan(text: str, *, num_microbatches: int) -> Plan:
     first = 0
     for template, count in zip(templates, microbatches, strict=True):
         nodes = tuple(NodeId(node) for node in range(first, first + template.num_nodes))
-        pipelines.append(Pipeline(template=template, nodes=nodes, num_microbatches=count))
+        is_interleaved = template.num_lanes < len(template.stages)
+        schedule = ScheduleKind.INTERLEAVED if is_interleaved else ScheduleKind.ONE_F_ONE_B
+        pipelines.append(Pipeline(template=template, nodes=nodes, num_microbatches=count, schedule=schedule))
         first += template.num_nodes
     return Plan(pipelines=tuple(pipelines))
 
@@ -71,7 +76,12 @@ def _stage(word: str, text: str, index: int) -> Stage:
             f"--plan {text!r}: {word.strip()!r} is not a stage; write FIRST-END (END is exclusive), as in "
             "0-5,5-10 | 0-10, or give a JSON file"
         )
-    return Stage(first_layer=int(match[1]), end_layer=int(match[2]), node_index=index, num_devices=int(match[3] or 1))
+    return Stage(
+        first_layer=int(match[1]),
+        end_layer=int(match[2]),
+        node_index=index if match[4] is None else int(match[4]),
+        num_devices=int(match[3] or 1),
+    )
 
 
 def _shares(templates: list[Template], shares: list[int | None], num_microbatches: int, text: str) -> list[int]:

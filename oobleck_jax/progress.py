@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oobleck_jax import events
-from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.config import ScheduleKind
+from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
 
 
 _DETAIL_LINES = 12
@@ -256,6 +257,11 @@ def incident_text(incident: events.Incident) -> str:
     )
 
 
+def _share_text(pipeline: Pipeline) -> str:
+    is_plain = pipeline.schedule is ScheduleKind.ONE_F_ONE_B
+    return f"{pipeline.num_microbatches}" + ("" if is_plain else f" ({pipeline.schedule})")
+
+
 def plan_table(plan: Plan, *, names: Sequence[str], cores: Mapping[NodeId, Sequence[int]]) -> str:
     """Return a plan as a table: which node runs which layers of which pipeline."""
     rows: list[tuple[str, ...]] = [("pipeline", "node", "layers", "microbatches", "cores")]
@@ -268,7 +274,7 @@ def plan_table(plan: Plan, *, names: Sequence[str], cores: Mapping[NodeId, Seque
                     str(number) if index == 0 else "",
                     str(node),
                     describe_layers(stage.layers, names) + devices,
-                    str(pipeline.num_microbatches) if index == 0 else "",
+                    _share_text(pipeline) if index == 0 else "",
                     ",".join(map(str, cores.get(node, ()))) or "any",
                 )
             )

@@ -5,17 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from models.gpt import LOGITS_AT_ONCE, GptConfig
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import Remat, RunConfig, ScheduleKind
 from oobleck_jax.elastic.terms import Proposal
 from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.plan_text import read_plan
+from oobleck_jax.planning import schedule_kinds
 from oobleck_jax.planning.ahead import stages_ahead
 from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId, Plan, Stage, check_plan
 from oobleck_jax.planning.planner import plan_from, templates_for
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.reconfigure import reconfigure
-from oobleck_jax.planning.schedule import StageCost, one_f_one_b, render_grid
+from oobleck_jax.planning.schedule import StageCost
+from oobleck_jax.planning.schedule_text import render_grid
 from oobleck_jax.planning.templates import Templates
 
 
@@ -29,6 +31,7 @@ class Proposer:
         device_memory_bytes: what a stage may use of each device.
         given: the user's plan, which is used as it is.
         max_nodes: the most there can be; None: as many as at the start.
+        shares_cores: whether several nodes compute on the same cores.
     """
 
     config: RunConfig
@@ -36,6 +39,7 @@ class Proposer:
     device_memory_bytes: int
     given: Plan | None = None
     max_nodes: int | None = None
+    shares_cores: bool = False
 
     @property
     def needs_costs(self) -> bool:
@@ -157,6 +161,7 @@ class Proposer:
             devices_per_node=self.config.devices_per_node,
             num_microbatches=self.config.num_microbatches,
             device_memory_bytes=self.device_memory_bytes,
+            schedule=schedule_of(self.config, shares_cores=self.shares_cores),
         )
 
     def _check_given(self, plan: Plan) -> None:
@@ -166,6 +171,13 @@ class Proposer:
             num_microbatches=self.config.num_microbatches,
             devices_per_node=self.config.devices_per_node,
         )
+        if self.config.remat not in (Remat.NONE, Remat.AUTO) and any(
+            p.schedule is ScheduleKind.ZB_H1 for p in plan.pipelines
+        ):
+            raise PlanError(
+                f"--plan has the schedule zb-h1, which splits the backward pass, but --remat {self.config.remat} "
+                "begins that with computing again; give --remat none"
+            )
         nodes = range(self.config.nodes)
         if absent := sorted(set(plan.nodes) - set(nodes)):
             raise NotEnoughNodes(
@@ -177,21 +189,50 @@ class Proposer:
 
 
 def make_proposer(
-    config: RunConfig, *, plan: str | None, device_memory_bytes: int, max_nodes: int | None = None
+    config: RunConfig,
+    *,
+    plan: str | None,
+    device_memory_bytes: int,
+    max_nodes: int | None = None,
+    shares_cores: bool = False,
 ) -> Proposer:
     """Return the proposer of a run.
 
     Raises:
-        PlanError: `plan` is neither a plan nor a file with one.
+        PlanError: `plan` is neither a plan nor a file with one, or has not the schedule that is asked for.
     """
-    given = None if plan is None else read_plan(plan, num_microbatches=config.num_microbatches)
+    given = None if plan is None else _read_given(plan, config)
     return Proposer(
         config=config,
         profile=estimated_profile(config),
         device_memory_bytes=device_memory_bytes,
         given=given,
         max_nodes=max_nodes,
+        shares_cores=shares_cores,
     )
+
+
+def _read_given(text: str, config: RunConfig) -> Plan:
+    plan = read_plan(text, num_microbatches=config.num_microbatches)
+    if config.schedule is ScheduleKind.ZB_H1:
+        pipelines = (
+            replace(pipeline, schedule=config.schedule) if pipeline.schedule is ScheduleKind.ONE_F_ONE_B else pipeline
+            for pipeline in plan.pipelines
+        )
+        return replace(plan, pipelines=tuple(pipelines))
+    kinds = {pipeline.schedule for pipeline in plan.pipelines}
+    if config.schedule is ScheduleKind.INTERLEAVED and ScheduleKind.INTERLEAVED not in kinds:
+        raise PlanError(
+            "--plan is used as it is, and none of its pipelines is interleaved, but --schedule interleaved asks for "
+            "it; give several stages to each node, as in 0-3@0,3-5@1,5-8@0,8-10@1, or leave out --plan"
+        )
+    return plan
+
+
+def schedule_of(config: RunConfig, *, shares_cores: bool) -> ScheduleKind:
+    """Return what pipelines are to have: where nodes share cores no time is lost in bubbles, because others use it."""
+    is_plain = config.schedule is ScheduleKind.AUTO and shares_cores
+    return ScheduleKind.ONE_F_ONE_B if is_plain else config.schedule
 
 
 def estimated_profile(config: RunConfig) -> Profile:
@@ -246,10 +287,11 @@ def schedule_text(plan: Plan, profile: Profile) -> str:
     parts: list[str] = []
     for number, pipeline in enumerate(plan.pipelines):
         stages = pipeline.template.stages
-        schedule = one_f_one_b(len(stages), pipeline.num_microbatches)
         nodes = ", ".join(f"stage {index} on node {pipeline.node_of(index)}" for index in range(len(stages)))
-        grid = render_grid(schedule, [_stage_cost(profile, stage) for stage in stages])
-        parts.append(f"pipeline {number}: {pipeline.num_microbatches} microbatches; {nodes}\n\n{grid}")
+        grid = render_grid(schedule_kinds.schedule_of(pipeline), [_stage_cost(profile, stage) for stage in stages])
+        parts.append(
+            f"pipeline {number}: {pipeline.num_microbatches} microbatches, {pipeline.schedule}; {nodes}\n\n{grid}"
+        )
     return "\n\n".join(parts)
 
 

@@ -124,7 +124,14 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     max_nodes = config.nodes if line.run.max_nodes is None else line.run.max_nodes
     if max_nodes < config.nodes:
         raise ConfigError(f"--max-nodes {max_nodes} is less than the {config.nodes} nodes to begin with")
-    proposer = make_proposer(config, plan=line.run.plan, device_memory_bytes=memory_bytes, max_nodes=max_nodes)
+    shares_cores = len(available_cores()) < num_local
+    proposer = make_proposer(
+        config,
+        plan=line.run.plan,
+        device_memory_bytes=memory_bytes,
+        max_nodes=max_nodes,
+        shares_cores=shares_cores,
+    )
     proposer.check()
     injections = parse_injections(line.run.inject)
     check_injections(injections, num_nodes=max_nodes, steps=config.steps, is_local=process is None)
@@ -207,7 +214,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 limits=Limits(
                     forgive_s=60.0 * line.run.forgive_minutes,
                     wait_s=60.0 * line.run.wait_minutes,
-                    yield_s=_YIELD_S if len(available_cores()) < num_local else 0.0,
+                    yield_s=_YIELD_S if shares_cores else 0.0,
                 ).scaled(line.run.patience),
                 patience=line.run.patience,
                 orphan_s=nodes.orphan_s,

@@ -10,7 +10,7 @@ have measured, or rough estimates where there was none.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +18,14 @@ import msgspec
 import tyro
 from rich.console import Console
 
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import RunConfig, ScheduleKind
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.launch import available_cores
 from oobleck_jax.plan_report import Report, Request, make_report
 from oobleck_jax.plan_tables import print_report
 from oobleck_jax.planning.devices import device_named
 from oobleck_jax.planning.templates import make_templates
-from oobleck_jax.propose import layer_sizes
+from oobleck_jax.propose import layer_sizes, schedule_of
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
@@ -39,6 +40,8 @@ class Arguments:
     microbatch_size: int | None = None  # sequences per microbatch
     global_batch_size: int | None = None  # sequences per step
     remat: Literal["none", "dots", "layer", "stage", "auto"] | None = None  # what forward keeps for backward
+
+    schedule: Literal["auto", "1f1b", "interleaved", "zb-h1"] | None = None  # order of a pipeline's work
 
     device: str | None = None  # plan for this device (a40, h100, ...), with estimated costs; without: for this machine
     profile: str | None = None  # costs: a file of scripts/profile.py, "estimate", or "xla" (default: see below)
@@ -56,6 +59,8 @@ def main(arguments: Arguments) -> int:
     console = Console(soft_wrap=False)
     try:
         config = config_of(arguments)
+        if arguments.schedule is not None:
+            config = replace(config, schedule=ScheduleKind(arguments.schedule))
         report = report_of(arguments, config)
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -81,6 +86,7 @@ def report_of(arguments: Arguments, config: RunConfig) -> Report:
         devices_per_node=config.devices_per_node,
         num_microbatches=config.num_microbatches,
         device_memory_bytes=memory_of(arguments, config, device),
+        schedule=schedule_of(config, shares_cores=device is None and len(available_cores()) < config.nodes),
     )
     flops_per_sequence = 3 * sum(size.forward_flops for size in layer_sizes(config))
     return make_report(

@@ -6,7 +6,7 @@ import pytest
 
 from models.presets import load_preset
 from oobleck_jax.choose_remat import choose_remat
-from oobleck_jax.config import Remat, RunConfig
+from oobleck_jax.config import Remat, RunConfig, ScheduleKind
 from oobleck_jax.errors import PlanError
 from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.profile import Profile
@@ -15,7 +15,8 @@ from oobleck_jax.propose import Proposer, estimated_profile
 
 @pytest.fixture
 def config() -> RunConfig:
-    return replace(load_preset("gpt2-xl"), nodes=8, global_batch_size=64, remat=Remat.AUTO)
+    config = replace(load_preset("gpt2-xl"), nodes=8, global_batch_size=64, remat=Remat.AUTO)
+    return replace(config, schedule=ScheduleKind.ONE_F_ONE_B)  # others take memory, too
 
 
 def chosen(config: RunConfig, memory_gib: float, plan: str | None = None) -> tuple[Remat, str]:

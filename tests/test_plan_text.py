@@ -3,9 +3,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.errors import PlanError
 from oobleck_jax.plan_text import parse_plan, read_plan
-from oobleck_jax.planning.plan import check_plan
+from oobleck_jax.planning.plan import NodeId, check_plan
 
 
 def test_a_line_says_layers_nodes_and_microbatches() -> None:
@@ -67,3 +68,19 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     path.write_text('{"pipelines": 3}')
     with pytest.raises(PlanError, match="is not a plan: Expected `array`"):
         read_plan(str(path), num_microbatches=8)
+
+
+def test_several_stages_on_the_same_devices_are_interleaved() -> None:
+    plan = parse_plan("0-3@0,3-5@1,5-8@0,8-10@1 | 0-10", num_microbatches=8)
+    check_plan(plan, num_layers=10, num_microbatches=8)
+    assert [pipeline.schedule for pipeline in plan.pipelines] == [ScheduleKind.INTERLEAVED, ScheduleKind.ONE_F_ONE_B]
+    assert plan.layers_of(NodeId(0)) == (0, 1, 2, 5, 6, 7)
+    assert plan.pipelines[0].nodes == (0, 1)
+
+
+def test_an_interleaved_pipeline_takes_its_devices_in_turn() -> None:
+    for text in ("0-3@0,3-5@1,5-8@1,8-10@0", "0-3@0,3-5@1,5-10@0"):
+        with pytest.raises(
+            PlanError, match=r"is interleaved, but its . stages do not take the 2 sets of devices in turn"
+        ):
+            check_plan(parse_plan(text, num_microbatches=8), num_layers=10, num_microbatches=8)

@@ -114,6 +114,18 @@ def test_a_plan_is_a_table() -> None:
     ]
 
 
+def test_a_plan_names_schedules_other_than_the_usual_one() -> None:
+    plan = parse_plan("0-1@0,1-2@1,2-4@0,4-5@1", num_microbatches=8)
+    assert plan_table(plan, names=NAMES, cores={}).splitlines()[1].split() == [
+        "0",
+        "0",
+        "embedding",
+        "8",
+        "(interleaved)",
+        "any",
+    ]
+
+
 def test_a_run_of_layers_is_named_by_kinds() -> None:
     assert describe_layers(range(5), NAMES) == "embedding, block 0-2, head"
     assert describe_layers(range(2, 3), NAMES) == "block 1"

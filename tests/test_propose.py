@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from models.presets import load_preset
+from oobleck_jax.config import Remat, ScheduleKind
+from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.plan import NodeId, Plan
 from oobleck_jax.planning.planner import make_templates
 from oobleck_jax.planning.reconfigure import copies_of, states_of
@@ -53,3 +57,29 @@ def test_nodes_that_the_users_plan_leaves_out_are_spare_P3() -> None:
 def test_nothing_is_compiled_ahead_for_a_run_that_ends_with_the_first_loss() -> None:
     proposer = proposer_of()
     assert replace(proposer, config=replace(proposer.config, fault_tolerance=0)).ahead == ()
+
+
+def test_a_schedule_is_taken_unasked_only_where_nodes_do_not_share_cores() -> None:
+    config = replace(load_preset("gpt-laptop"), nodes=4, fault_tolerance=1)
+    memory_bytes = 130 * 2**20  # two nodes are needed for a pipeline
+    plans = {
+        shares_cores: make_proposer(
+            config, plan=None, device_memory_bytes=memory_bytes, shares_cores=shares_cores
+        ).first()
+        for shares_cores in (False, True)
+    }
+    assert {pipeline.schedule for pipeline in plans[False].plan.pipelines} == {ScheduleKind.INTERLEAVED}
+    assert "schedule interleaved, because it has" in plans[False].reason
+    assert {pipeline.schedule for pipeline in plans[True].plan.pipelines} == {ScheduleKind.ONE_F_ONE_B}
+
+
+def test_the_users_plan_has_the_schedule_that_is_asked_for_or_says_why_not() -> None:
+    config = replace(load_preset("gpt-laptop"), nodes=2, schedule=ScheduleKind.ZB_H1, remat=Remat.NONE)
+    proposer = make_proposer(config, plan="0-5,5-10", device_memory_bytes=8 * 2**30)
+    assert proposer.first().plan.pipelines[0].schedule is ScheduleKind.ZB_H1
+    with pytest.raises(PlanError, match=r"splits the backward pass, but --remat layer"):
+        replace(proposer, config=replace(config, remat=Remat.LAYER)).first()
+    with pytest.raises(PlanError, match=r"none of its pipelines is interleaved"):
+        make_proposer(
+            replace(config, schedule=ScheduleKind.INTERLEAVED), plan="0-5,5-10", device_memory_bytes=8 * 2**30
+        )

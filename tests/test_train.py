@@ -49,6 +49,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--preset", "gpt3-huge"], "there is no preset 'gpt3-huge'"),
         (["--nodes", "2", "--fault-tolerance", "2"], "--nodes 2 is too few for --fault-tolerance 2"),
         (["--nodes", "0"], "--nodes is 0"),
+        (["--schedule", "zb-h1", "--remat", "layer"], "--schedule zb-h1 splits the backward pass, which --remat layer"),
         (["--global-batch-size", "10", "--microbatch-size", "4"], "--global-batch-size 10 is not a multiple"),
         (["--data", "absent.bin"], "absent.bin"),
         (["--vocab-size", "16"], "vocabulary has 16"),

@@ -32,6 +32,7 @@ _ACTIVITIES: Mapping[str, Activity] = {  # by the last word of a program's name
     "forward": Activity.FORWARD,
     "loss": Activity.LOSS,
     "backward": Activity.BACKWARD,
+    "weights": Activity.BACKWARD,
     "infer": Activity.FORWARD,
     "infer_loss": Activity.FORWARD,
 }
@@ -65,11 +66,10 @@ class Executor:
         self._before, self._after = hops_before, hops_after
         self._at_moment = at_moment
         self._recorder = recorder
-        does_backward = {Phase.BACKWARD: False, Phase.FORWARD: True}  # by phase, whether it is the last stage that does
         self._last_backward = {  # by stage, the position of the action that completes its gradients
             action.stage: position
             for position, action in enumerate(layout.actions)
-            if does_backward[action.phase] == stages[action.stage].is_last
+            if action.phase is stages[action.stage].completing_phase
         }
         self._pace = Pace(self._record_program if recorder.is_on else None)
         self._step = 0
@@ -100,7 +100,10 @@ class Executor:
             self._pace.item = self._item(action)
             samples_B = indices[self._rows(action.microbatch)]
             emit_now = emit if self._last_backward[action.stage] == position else None
-            self._at_moment(Moment.BACKWARD if action.phase is Phase.BACKWARD else Moment.FORWARD, step)
+            self._at_moment(Moment.FORWARD if action.phase is Phase.FORWARD else Moment.BACKWARD, step)
+            if action.phase is Phase.WEIGHT:
+                stage.backward_weights(action.microbatch, self._pace, emit_now)
+                continue
             if action.phase is Phase.BACKWARD:
                 if not stage.is_last:  # the last stage did it with its forward
                     dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)
@@ -109,7 +112,9 @@ class Executor:
             randomness = stage.randomness(self._config.seed, step, samples_B)
             x, targets = self._inputs(step, action, self._dataset.tokens(samples_B), patience)
             if stage.is_last:
-                loss, dx = stage.loss_and_backward(x, targets, scale, randomness, self._pace, emit_now)
+                loss, dx = stage.loss_and_backward(
+                    action.microbatch, x, targets, scale, randomness, self._pace, emit_now
+                )
                 losses.append(loss)
                 self._send_back(step, action, dx)
             else:
@@ -127,23 +132,32 @@ class Executor:
         self._pace.begin(patience.abandoned)
         losses: list[jax.Array] = []
         num_microbatches = len(self._layout.microbatches)
+        group = self._layout.num_lanes  # so many microbatches are under way where a node has several stages
         for batch in range(self._config.eval_batches):
             indices = self._dataset.eval_indices(batch)
-            for microbatch in range(num_microbatches):
-                tokens_BT = self._dataset.eval_tokens(indices[self._rows(microbatch)])
-                number = batch * self._config.num_microbatches + self._layout.microbatches[microbatch]
-                self._pace.item = number
-                for index, stage in self._stages.items():
-                    if index in self._before:
-                        self._before[index].ask(Payload.EVALUATION, step, number)
-                        x = self._wait(self._before[index], Payload.EVALUATION, step, number, patience)
-                    else:
-                        x = stage.put_batch(tokens_BT[:, :-1])
-                    if stage.is_last:
-                        losses.append(stage.infer_loss(x, tokens_BT[:, 1:], self._pace))
-                    else:
-                        self._after[index].send(Payload.EVALUATION, step, number, stage.infer(x, self._pace))
+            for first in range(0, num_microbatches, group):
+                for index in self._stages:
+                    for microbatch in range(first, min(first + group, num_microbatches)):
+                        tokens_BT = self._dataset.eval_tokens(indices[self._rows(microbatch)])
+                        number = batch * self._config.num_microbatches + self._layout.microbatches[microbatch]
+                        losses += self._infer(step, index, number, tokens_BT, patience)
         return self._total(losses)
+
+    def _infer(
+        self, step: int, index: int, number: int, tokens_BT: Int[np.ndarray, "B T"], patience: Patience
+    ) -> list[jax.Array]:
+        """Run a microbatch forward on one stage, without gradients; return its loss, if it is the last one."""
+        stage = self._stages[index]
+        self._pace.item = number
+        if index in self._before:
+            self._before[index].ask(Payload.EVALUATION, step, number)
+            x = self._wait(self._before[index], Payload.EVALUATION, step, number, patience)
+        else:
+            x = stage.put_batch(tokens_BT[:, :-1])
+        if stage.is_last:
+            return [stage.infer_loss(x, tokens_BT[:, 1:], self._pace)]
+        self._after[index].send(Payload.EVALUATION, step, number, stage.infer(x, self._pace))
+        return []
 
     # -- helpers
 

@@ -6,9 +6,11 @@ Everything here is derived from (plan, model) alone, so all nodes agree without 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS, NodeId, Plan, Stage
-from oobleck_jax.planning.schedule import Action, StageCost, check_schedule, merge_for_node, one_f_one_b
+from oobleck_jax.planning.schedule import Action, StageCost, check_schedule, merge_for_node
+from oobleck_jax.planning.schedule_kinds import limits_of, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,9 @@ class LocalStage:
     index: int
     stage: Stage
     spans: tuple[LayerSpan, ...]
-    previous: Neighbour | None
-    next: Neighbour | None
+    previous: Neighbour | None = None
+    next: Neighbour | None = None
+    is_split: bool = False  # its backward: gradients of weights apart from that of the input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +54,13 @@ class NodeLayout:
     Attributes:
         microbatches: numbers of its pipeline's microbatches within the global batch.
         actions: the order of its work; microbatches counted from 0 within the pipeline.
+        num_lanes: of its pipeline.
     """
 
     stages: tuple[LocalStage, ...]
     microbatches: range
     actions: tuple[Action, ...]
+    num_lanes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +128,7 @@ def layout_of(model: LayeredModel, plan: Plan, node: NodeId, costs: Sequence[flo
     """Return a node's part of a plan.
 
     Args:
-        costs: forward time of each layer in any unit, used to order the work of a node with several stages.
+        costs: forward time of each layer in any unit, used to order the work of a node with several lanes.
     """
     for number, pipeline in enumerate(plan.pipelines):
         if node not in pipeline.nodes:
@@ -140,16 +145,28 @@ def layout_of(model: LayeredModel, plan: Plan, node: NodeId, costs: Sequence[flo
                 spans=spans_of(model, stage.layers),
                 previous=places[index - 1] if index else None,
                 next=places[index + 1] if index + 1 < len(stages) else None,
+                is_split=pipeline.schedule is ScheduleKind.ZB_H1,
             )
             for index, stage in enumerate(stages)
             if places[index].node == node
         )
-        schedule = one_f_one_b(len(stages), pipeline.num_microbatches)
-        check_schedule(schedule, num_stages=len(stages), num_microbatches=pipeline.num_microbatches)
+        schedule = schedule_of(pipeline)
+        check_schedule(
+            schedule,
+            num_stages=len(stages),
+            num_microbatches=pipeline.num_microbatches,
+            limits=limits_of(pipeline),
+        )
         weights = [sum(costs[layer] for layer in stage.layers) if costs else len(stage.layers) for stage in stages]
         stage_costs = tuple(StageCost(forward_s=weight, backward_s=2 * weight) for weight in weights)
-        actions = merge_for_node(schedule, [stage.index for stage in local], stage_costs)
-        return NodeLayout(stages=local, microbatches=plan.microbatches_of(number), actions=actions)
+        lanes = [lane for lane in range(len(schedule)) if places[lane].node == node]
+        actions = merge_for_node(schedule, lanes, stage_costs)
+        return NodeLayout(
+            stages=local,
+            microbatches=plan.microbatches_of(number),
+            actions=actions,
+            num_lanes=len(schedule),
+        )
     return NodeLayout(stages=(), microbatches=range(0), actions=())
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import jax
@@ -32,7 +33,7 @@ from oobleck_jax.execution.link import Link
 from oobleck_jax.execution.optimizer import clip_factor
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.recorder import Activity, NoRecorder, Recorder, Stopwatch
-from oobleck_jax.execution.span import SpanLibrary
+from oobleck_jax.execution.span_library import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.execution.state_transfer import StateTransfer, checksum_of
@@ -226,9 +227,9 @@ class NodeTrainer:
             rank: of this node among the `num_ranks` that do the same.
         """
         calls: dict[Hashable, Callable[[], Any]] = {}
-        for stage in stages:
+        for stage, is_split in product(stages, (False, True) if self._config.may_split_backward else (False,)):
             spans = spans_of(self._model, stage.layers)
-            local = LocalStage(pipeline=0, index=0, stage=stage, spans=spans, previous=None, next=None)
+            local = LocalStage(pipeline=0, index=0, stage=stage, spans=spans, is_split=is_split)
             for key, call in self._compilations(self._make_stage(local)).items():
                 calls.setdefault(key, call)
         keys = list(calls)

@@ -13,7 +13,7 @@ be compiled before the first failure.
 Shapes: B microbatch, T sequence, N layers of the span, P parameters of a layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -38,15 +38,15 @@ SpanParams: TypeAlias = tuple[Params, dict[str, Params]]
 """(own parameters stacked `[N, ...]`, tied parameters by attribute stacked `[1, ...]`)."""
 
 
-class _once:
+class once:
     """A property that is computed once. Unlike `functools.cached_property` before Python 3.12 it holds no lock that all
     spans share: one thread compiles for later while another one recovers."""
 
-    def __init__(self, make: Callable[["Span"], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
         self.__doc__ = make.__doc__
 
-    def __get__(self, span: "Span | None", owner: type) -> Any:
+    def __get__(self, span: Any, owner: type) -> Any:
         if span is None:
             return self
         value = span.__dict__[self._make.__name__] = self._make(span)
@@ -142,12 +142,12 @@ class Span:
         )
 
     @property
-    def _layer_spec(self) -> jax.ShapeDtypeStruct:
+    def layer_spec(self) -> jax.ShapeDtypeStruct:
         return self.devices.replicated_spec((), jnp.int32)
 
     @property
     def _forward_specs(self) -> tuple[Any, ...]:
-        return self.params_specs, self.x_spec, self.random_specs, self._layer_spec
+        return self.params_specs, self.x_spec, self.random_specs, self.layer_spec
 
     @property
     def _targets_spec(self) -> jax.ShapeDtypeStruct:
@@ -155,13 +155,13 @@ class Span:
 
     # -- programs
 
-    @_once
+    @once
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
         shardings = self.devices.replicated if len(self.devices.devices) == 1 else None
         return self.home.compiled((self.key, "forward"), self._forward, self._forward_specs, out_shardings=shardings)
 
-    @_once
+    @once
     def backward(self) -> jax.stages.Compiled:
         """`(params, kept, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
         shapes = self.kept_shapes
@@ -176,14 +176,14 @@ class Span:
             stripped = jax.tree.unflatten(self._residual_structure[0], residuals)
             primals = (params,) if self.takes_tokens else (params, x)
             gradients = restore_residuals(stripped, primals)(dy)
-            return _accumulate(acc, gradients[0]), None if self.takes_tokens else gradients[1]
+            return accumulate(acc, gradients[0]), None if self.takes_tokens else gradients[1]
 
         specs = (self.params_specs, kept_specs, self.y_spec, self.accumulator_specs)
         return self.home.compiled(
             (self.key, "backward"), backward, specs, donate=(3,), out_shardings=self._gradient_shardings
         )
 
-    @_once
+    @once
     def loss_and_gradients(self) -> jax.stages.Compiled:
         """`(params, x, targets, scale, acc, randomness, layer) -> loss, acc, dx`; `acc` is donated.
 
@@ -202,7 +202,7 @@ class Span:
             keys = keys_of(randomness, layer)
             loss, vjp = jax.vjp(lambda params, x: self._module(params).loss(x, targets_BT, keys), params, x)
             dparams, dx = vjp(scale)
-            return loss, _accumulate(acc, dparams), dx
+            return loss, accumulate(acc, dparams), dx
 
         scalar = self.devices.replicated_spec((), jnp.float32)
         specs = (
@@ -212,12 +212,12 @@ class Span:
             scalar,
             self.accumulator_specs,
             self.random_specs,
-            self._layer_spec,
+            self.layer_spec,
         )
         shardings = (scalar.sharding, *self._gradient_shardings)
         return self.home.compiled((self.key, "loss"), loss_and_gradients, specs, donate=(4,), out_shardings=shardings)
 
-    @_once
+    @once
     def infer(self) -> jax.stages.Compiled:
         """`(params, x) -> y` without randomness."""
         zero = jnp.int32(0)
@@ -228,7 +228,7 @@ class Span:
             out_shardings=self.y_spec.sharding,
         )
 
-    @_once
+    @once
     def infer_loss(self) -> jax.stages.Compiled:
         """`(params, x, targets) -> loss`, the sum over the tokens, without randomness."""
         return self.home.compiled(
@@ -238,7 +238,7 @@ class Span:
             out_shardings=self.devices.replicated,
         )
 
-    @_once
+    @once
     def zeros(self) -> jax.stages.Compiled:
         """`() -> acc`, empty gradient sums."""
         specs = self.accumulator_specs
@@ -249,7 +249,7 @@ class Span:
             out_shardings=jax.tree.map(lambda spec: spec.sharding, specs),
         )
 
-    @_once
+    @once
     def flatten(self) -> jax.stages.Compiled:
         """`(acc) -> (own[N, P], {attribute: [1, P]})`, gradient sums as rows of float32."""
         return self.home.compiled(
@@ -288,7 +288,7 @@ class Span:
             return jax.vjp(lambda params: self._apply(params, x, randomness, first_layer), params)
         return jax.vjp(lambda params, x: self._apply(params, x, randomness, first_layer), params, x)
 
-    @_once
+    @once
     def _forward(self) -> Callable[..., Any]:
         """The function of `forward`: the same object each time, so that JAX traces it once for all that ask."""
 
@@ -300,7 +300,7 @@ class Span:
 
         return forward
 
-    @_once
+    @once
     def _needs_x(self) -> bool:
         """Whether `backward` needs the input as it is."""
         if not self._residual_structure:
@@ -314,21 +314,6 @@ class Span:
         return acc, None if self.takes_tokens else self.x_spec.sharding
 
 
-class SpanLibrary:
-    """The spans made so far, each kept for the life of the home, so that nothing is traced or compiled twice."""
-
-    def __init__(self, home: Home, functions: Mapping[str, LayerFunctions]) -> None:
-        self._home, self._functions = home, functions
-        self._spans: dict[SpanKey, Span] = home.spans
-
-    def span(self, key: SpanKey, devices: StageDevices) -> Span:
-        """Return the span of a key; `devices` are those that the key names."""
-        if key not in self._spans:
-            functions = self._functions[key.kind]
-            self._spans[key] = Span(key=key, functions=functions, home=self._home, devices=devices)
-        return self._spans[key]
-
-
 def _flatten(tree: Any) -> tuple[list[Array], list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
     return leaves, [structure]
@@ -338,7 +323,7 @@ def _no_output(own: Params, tied: Params, x: Array) -> Float[Array, ""]:
     return jnp.zeros((), jnp.float32)
 
 
-def _accumulate(acc: SpanParams, gradients: SpanParams) -> SpanParams:
+def accumulate(acc: SpanParams, gradients: SpanParams) -> SpanParams:
     return jax.tree.map(lambda a, g: a + g.astype(a.dtype), acc, gradients)
 
 

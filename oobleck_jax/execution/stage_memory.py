@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import RunConfig, ScheduleKind
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.executor import Executor
 from oobleck_jax.execution.gradient_sum import Row
@@ -23,7 +23,7 @@ from oobleck_jax.execution.link import Payload
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.execution.program_memory import own_bytes, result_bytes
 from oobleck_jax.execution.recorder import NoRecorder
-from oobleck_jax.execution.span import SpanLibrary
+from oobleck_jax.execution.span_library import SpanLibrary
 from oobleck_jax.execution.stage_runtime import MicrobatchShape, StageRuntime
 from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Template
@@ -32,44 +32,68 @@ from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Template
 _LIMIT_S = 60.0
 
 
-def stage_peak_bytes(config: RunConfig, template: Template, node: NodeId, home: Home) -> int:
-    """Run a step of the only stage of a node in a pipeline that does the whole batch; return its peak on one device."""
+def stage_peak_bytes(
+    config: RunConfig,
+    template: Template,
+    node: NodeId,
+    home: Home,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+) -> int:
+    """Run a step of the stages of a node in a pipeline that does the whole batch; return its peak on one device.
+
+    Args:
+        config: of the run.
+        template: one stage on each node, or several on the same device.
+        node: by its number in the template.
+        home: of the node.
+        schedule: of the pipeline.
+    """
     gc.collect()
     model, metered = config.model.build(), MeteredHome(home)
     functions = functions_of(model, config.precision)
     builder = StateBuilder(model, functions, groups_of(model), config.optimizer, metered)  # pyright: ignore[reportArgumentType]
     nodes = tuple(NodeId(number) for number in range(template.num_nodes))
-    pipeline = Pipeline(template=template, nodes=nodes, num_microbatches=config.num_microbatches)
+    pipeline = Pipeline(template=template, nodes=nodes, num_microbatches=config.num_microbatches, schedule=schedule)
     layout = layout_of(model, Plan(pipelines=(pipeline,)), node)
-    (local,) = layout.stages
     microbatch = MicrobatchShape(num_samples=config.microbatch_size, num_tokens=config.sequence_length)
     specs = input_specs(model.layers, functions, jax.ShapeDtypeStruct(microbatch.shape, jnp.int32))
-    stage = StageRuntime(
-        local,
-        model=model,
-        home=metered,  # pyright: ignore[reportArgumentType]
-        library=SpanLibrary(metered, functions),  # pyright: ignore[reportArgumentType]
-        builder=builder,
-        microbatch=microbatch,
-        x_spec=specs[local.stage.first_layer],
-        precision=config.precision,
-        remat=config.remat,
-    )
-    stage.load({name: builder.initial(name, config.seed) for name in stage.missing})
+    library = SpanLibrary(metered, functions)  # pyright: ignore[reportArgumentType]
+    stages = {
+        local.index: StageRuntime(
+            local,
+            model=model,
+            home=metered,  # pyright: ignore[reportArgumentType]
+            library=library,
+            builder=builder,
+            microbatch=microbatch,
+            x_spec=specs[local.stage.first_layer],
+            precision=config.precision,
+            remat=config.remat,
+        )
+        for local in layout.stages
+    }
+    for stage in stages.values():
+        stage.load({name: builder.initial(name, config.seed) for name in stage.missing})
     executor = Executor(
         config=config,
         dataset=TokenDataset.open(config),
         layout=layout,
-        stages={local.index: stage},
-        hops_before={local.index: _Neighbour(stage.devices, stage.x_spec)} if local.previous else {},
-        hops_after={local.index: _Neighbour(stage.devices, stage.y_spec)} if local.next else {},
+        stages=stages,
+        hops_before={
+            index: _Neighbour(stage.devices, stage.x_spec) for index, stage in stages.items() if stage.local.previous
+        },
+        hops_after={
+            index: _Neighbour(stage.devices, stage.y_spec) for index, stage in stages.items() if stage.local.next
+        },
         at_moment=lambda moment, step: None,
         recorder=NoRecorder(),
     )
     patience = Patience(abandoned=threading.Event(), limit_s=_LIMIT_S, on_waiting=lambda node: None)
     rows: dict[str, list[Row]] = {}
     executor.train(0, patience, lambda group, row: rows.setdefault(group, []).append(row))
-    stage.update({group: np.add.reduce([row() for row in found]) for group, found in rows.items()}, 1.0, 1e-3)
+    gradients = {group: np.add.reduce([row() for row in found]) for group, found in rows.items()}
+    for stage in stages.values():
+        stage.update(gradients, 1.0, 1e-3)
     return metered.peak_bytes
 
 

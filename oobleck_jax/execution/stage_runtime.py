@@ -16,9 +16,12 @@ from oobleck_jax.execution.gradient_sum import Emit
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
 from oobleck_jax.execution.pace import Pace
-from oobleck_jax.execution.span import Span, SpanKey, SpanLibrary, SpanParams
+from oobleck_jax.execution.span import Span, SpanKey, SpanParams
+from oobleck_jax.execution.span_library import SpanLibrary
+from oobleck_jax.execution.split_span import SplitSpan
 from oobleck_jax.execution.state import GroupState, ParameterRun, StateBuilder
 from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.schedule import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,7 @@ class StageRuntime:
         self.is_last = local.next is None
         self._model, self._builder = model, builder
         self._spans: list[tuple[LayerSpan, Span]] = []
+        self._split: list[SplitSpan] = []  # of each span but the last layer's, if the backward is split
         spec = self.devices.batch_spec(x_spec.shape, x_spec.dtype)
         self.x_spec = spec
         for layer_span in local.spans:
@@ -79,12 +83,15 @@ class StageRuntime:
             )
             span = library.span(key, self.devices)
             self._spans.append((layer_span, span))
+            if local.is_split and not key.is_last:
+                self._split.append(library.split_span(key, self.devices))
             spec = span.y_spec
         self.y_spec = spec
         self._runs: dict[tuple[str, ...], ParameterRun] = {}
         self._accumulators: list[SpanParams] = []
         self._is_recomputed = remat is Remat.STAGE
         self._saved: dict[int, Callable[[Pace], list[Any]]] = {}  # by microbatch, what gives what its spans kept
+        self._waiting: dict[int, list[tuple[int, list[Any], list[Any]]]] = {}  # by microbatch, what weights need
         numbers = [np.int32(layer_span.first_layer) for layer_span, _ in self._spans]
         self._layer_numbers: list[jax.Array] = jax.device_put(numbers, self.devices.replicated)
 
@@ -98,6 +105,13 @@ class StageRuntime:
         ]
         tied = [(name,) for layer_span, _ in self._spans for name in self._tied_names(layer_span).values()]
         return tuple(dict.fromkeys(own + tied))
+
+    @property
+    def completing_phase(self) -> Phase:
+        """The phase that adds to the gradients last; the last stage does its backward with its forward."""
+        if self.local.is_split:
+            return Phase.WEIGHT
+        return Phase.FORWARD if self.is_last else Phase.BACKWARD
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -115,8 +129,11 @@ class StageRuntime:
     def compilations(self, *, with_evaluation: bool) -> dict[Hashable, Callable[[], Any]]:
         """Return a call for each program of the stage, by what it is; it compiles the program, or finds it compiled."""
         calls: dict[Hashable, Callable[[], Any]] = {}
+        for split in self._split:
+            names = ["forward", "backward_weights"] + ([] if split.span.takes_tokens else ["backward_input"])
+            calls |= {(split.span.key, "split", name): partial(getattr, split, name) for name in names}
         for _, span in self._spans:
-            names = ["loss_and_gradients"] if span.key.is_last else ["forward", "backward"]
+            names = ["loss_and_gradients"] if span.key.is_last else ["forward", "backward"] * (not self._split)
             names += ["zeros", "flatten"]
             if with_evaluation:
                 names.append("infer_loss" if span.key.is_last else "infer")
@@ -166,6 +183,7 @@ class StageRuntime:
     def forget_step(self) -> None:
         """Drop what an unfinished step has left."""
         self._saved.clear()
+        self._waiting.clear()
         self._accumulators = []
 
     def forward(self, microbatch: int, x: jax.Array, randomness: Any, pace: Pace) -> jax.Array:
@@ -181,15 +199,44 @@ class StageRuntime:
     def backward(self, microbatch: int, dy: jax.Array, pace: Pace, emit: Emit | None = None) -> jax.Array | None:
         """Run a microbatch backward; returns the gradient of its input, None on the first stage.
 
+        If the backward is split, `backward_weights` is to follow.
+
         Args:
             emit: takes the gradient sums as they become complete; given with the last microbatch only.
         """
-        return self._backward_spans(self._saved.pop(microbatch)(pace), dy, pace, emit)
+        return self._backward_spans(microbatch, self._saved.pop(microbatch)(pace), dy, pace, emit)
+
+    def backward_weights(self, microbatch: int, pace: Pace, emit: Emit | None = None) -> None:
+        """Add the gradients of the weights that a split backward has left.
+
+        Args:
+            emit: as of `backward`.
+        """
+        if emit is not None and self.is_last:
+            self._emit(len(self._spans) - 1, emit)
+        waiting = self._waiting.pop(microbatch)
+        waiting.reverse()  # what is used is dropped
+        while waiting:
+            number, residuals, saved = waiting.pop()
+            arguments = (self._params(number), residuals, saved, self._accumulators[number])
+            program = self._split[number].backward_weights
+            self._accumulators[number] = pace.run((self._spans[number][1].key, "weights"), program, *arguments)
+            if emit is not None:
+                self._emit(number, emit)
 
     def loss_and_backward(
-        self, x: jax.Array, targets: np.ndarray, scale: float, randomness: Any, pace: Pace, emit: Emit | None = None
+        self,
+        microbatch: int,
+        x: jax.Array,
+        targets: np.ndarray,
+        scale: float,
+        randomness: Any,
+        pace: Pace,
+        emit: Emit | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Run a microbatch forward and backward on the last stage.
+
+        If the backward is split, `backward_weights` is to follow, for all layers but the last one.
 
         Args:
             emit: as of `backward`.
@@ -212,7 +259,7 @@ class StageRuntime:
         )
         if emit is not None:
             self._emit(len(self._spans) - 1, emit)
-        return loss, self._backward_spans(kept, dx, pace, emit)
+        return loss, self._backward_spans(microbatch, kept, dx, pace, emit)
 
     def infer(self, x: jax.Array, pace: Pace) -> jax.Array:
         """Run a microbatch forward without gradients; of the last stage all but the last layer."""
@@ -251,15 +298,21 @@ class StageRuntime:
         kept: list[list[jax.Array]] = []
         for number, (_, span) in enumerate(self._spans[:num_spans]):
             arguments = (self._params(number), x, randomness, self._layer_numbers[number])
+            if self._split:
+                x, residuals = pace.run((span.key, "forward"), self._split[number].forward, *arguments)
+                kept.append(residuals)
+                continue
             y, residuals = pace.run((span.key, "forward"), span.forward, *arguments)
             kept.append(span.kept(x, residuals))
             x = y
         return x, kept
 
     def _backward_spans(
-        self, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace, emit: Emit | None
+        self, microbatch: int, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace, emit: Emit | None
     ) -> jax.Array | None:
         """Run the first spans backward; what they kept is dropped as it is used."""
+        if self.local.is_split:
+            return self._backward_inputs(microbatch, kept, dy, pace)
         while kept:
             number = len(kept) - 1
             span = self._spans[number][1]
@@ -267,6 +320,22 @@ class StageRuntime:
             self._accumulators[number], dy = pace.run((span.key, "backward"), span.backward, *arguments)
             if emit is not None:
                 self._emit(number, emit)
+        return dy
+
+    def _backward_inputs(
+        self, microbatch: int, kept: list[list[jax.Array]], dy: jax.Array | None, pace: Pace
+    ) -> jax.Array | None:
+        """Do the same for the gradients of the inputs only, and keep what those of the weights need."""
+        waiting = self._waiting[microbatch] = []
+        while kept:
+            number, residuals = len(kept) - 1, kept.pop()
+            split, saved = self._split[number], [dy]
+            if split.span.takes_tokens:
+                dy = None
+            else:
+                arguments = (self._params(number), residuals, dy)
+                dy, saved = pace.run((split.span.key, "backward"), split.backward_input, *arguments)
+            waiting.append((number, split.weight_residuals(residuals), saved))
         return dy
 
     def _emit(self, number: int, emit: Emit) -> None:

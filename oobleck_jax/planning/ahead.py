@@ -9,7 +9,9 @@ they hold.
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.errors import PlanError
+from oobleck_jax.planning.interleave import stages_of_interleaved
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS, NodeId, Plan, Stage
 from oobleck_jax.planning.planner import plan_from
 from oobleck_jax.planning.profile import Profile
@@ -67,4 +69,7 @@ def _likely_first(
     for size in sorted(templates.choices, key=lambda size: (abs(size - num_nodes), size)):
         if size <= max_nodes:
             for partition in templates.choices[size]:
-                yield from template_of(partition).stages
+                template = template_of(partition)
+                yield from template.stages
+                if templates.schedule in (ScheduleKind.AUTO, ScheduleKind.INTERLEAVED):
+                    yield from stages_of_interleaved(template, templates.costs)

@@ -38,10 +38,12 @@ class Costs:
     device_counts: tuple[int, ...]  # what a stage may have: powers of two up to devices_per_node, ascending
     forward_ns: Ints
     backward_ns: Ints
+    weight_ns: Ints  # of the backward, what can wait where it is split (`ScheduleKind.ZB_H1`)
     state_bytes: Ints  # parameters, gradients and optimizer state, over all devices of the stage
     gradient_bytes: Ints
     residual_bytes: Ints  # of each device, for one microbatch
-    temporary_bytes: Ints  # of each device
+    temporary_bytes: Ints  # of each device, with `passing_bytes`
+    passing_bytes: Ints  # of each device: activations, and gradients of them, on their way
     in_flight_limit: Ints  # microbatches that fit between forward and backward; 0: the run does not fit
     link_ns: Ints  # [end]: time of the activation from layer end-1 to a stage on another node; 0 for the last layer
     sum_ns: Ints  # [first, end]: time to sum the gradients over many holders
@@ -60,8 +62,10 @@ class Costs:
             device_counts=self.device_counts[only],
             forward_ns=self.forward_ns[only],
             backward_ns=self.backward_ns[only],
+            weight_ns=self.weight_ns[only],
             residual_bytes=self.residual_bytes[only],
             temporary_bytes=self.temporary_bytes[only],
+            passing_bytes=self.passing_bytes[only],
             in_flight_limit=self.in_flight_limit[only],
         )
 
@@ -88,10 +92,12 @@ def tabulate(profile: Profile, *, devices_per_node: int, num_microbatches: int, 
     costs = [[_cost(profile, layer, count) for layer in range(profile.num_layers)] for count in counts]
     forward_ns = np.stack([_range_sums([round(cost.forward_s * NS_PER_S) for cost in row]) for row in costs])
     backward_ns = np.stack([_range_sums([round(cost.backward_s * NS_PER_S) for cost in row]) for row in costs])
+    weight_ns = np.stack([_range_sums(_weights_ns(row)) for row in costs])
     residual_bytes = np.stack([_range_sums([cost.residual_bytes for cost in row]) for row in costs])
     temporary_bytes = np.stack([_range_maxima([cost.temporary_bytes for cost in row]) for row in costs])
     input_bytes = np.stack([_input_bytes(profile, row) for row in costs])
-    temporary_bytes += np.stack([_passing_bytes(inputs) for inputs in input_bytes])
+    passing_bytes = np.stack([_passing_bytes(inputs) for inputs in input_bytes])
+    temporary_bytes += passing_bytes
     if profile.remat is Remat.STAGE:
         is_again = np.arange(profile.num_layers + 1) < profile.num_layers  # by end: the last stage goes back at once
         temporary_bytes += np.where(is_again, residual_bytes, 0)
@@ -115,10 +121,12 @@ def tabulate(profile: Profile, *, devices_per_node: int, num_microbatches: int, 
         device_counts=counts,
         forward_ns=forward_ns,
         backward_ns=backward_ns,
+        weight_ns=weight_ns,
         state_bytes=state_bytes,
         gradient_bytes=gradient_bytes,
         residual_bytes=residual_bytes,
         temporary_bytes=temporary_bytes,
+        passing_bytes=passing_bytes,
         in_flight_limit=np.where(is_run & (room >= 0), limit, 0),
         link_ns=np.array(link_ns, dtype=np.int64),
         sum_ns=np.rint(2 * gradient_bytes / profile.sum.bytes_per_s * NS_PER_S).astype(np.int64),
@@ -141,6 +149,17 @@ def _cost(profile: Profile, layer: int, num_devices: int) -> LayerCost:
     cost = profile.layers[layer].cost_on(num_devices)
     assert cost is not None
     return cost
+
+
+def _weights_ns(costs: list[LayerCost]) -> list[int]:
+    """Return for each layer how much of its backward computes gradients of weights.
+
+    Nobody waits for the gradient of tokens, so of the first layer it is all; the last one computes everything at once.
+    Elsewhere it is what the forward takes, whose products are as large, but at most half: the gradient of the input has
+    those, too.
+    """
+    times = [(round(cost.forward_s * NS_PER_S), round(cost.backward_s * NS_PER_S)) for cost in costs]
+    return [times[0][1], *(min(forward, backward // 2) for forward, backward in times[1:-1]), 0][: len(costs)]
 
 
 def _input_bytes(profile: Profile, costs: list[LayerCost]) -> Ints:

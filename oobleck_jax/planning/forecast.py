@@ -14,10 +14,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.planning.costs import NS_PER_S, Costs, Ints
-from oobleck_jax.planning.plan import Plan, Template
+from oobleck_jax.planning.lane_memory import lanes_memory_bytes
+from oobleck_jax.planning.plan import Pipeline, Plan, Template
 from oobleck_jax.planning.profile import Profile
-from oobleck_jax.planning.schedule import StageCost
+from oobleck_jax.planning.schedule import Phase, StageCost, stage_ends
+from oobleck_jax.planning.schedule_kinds import schedule_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +29,7 @@ class StageForecast:
 
     cost: StageCost  # of one microbatch
     transfer_s: float  # of one activation to the next stage; 0 where that is on the same node, or there is none
-    memory_bytes: int  # of each of its devices, at the peak
+    memory_bytes: int  # of each of its devices, at the peak, with the other stages that are on them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +59,11 @@ class StageTimes:
 
     forward_ns: Ints
     backward_ns: Ints
+    weight_ns: Ints  # of the backward, what can wait where it is split
     transfer_ns: Ints  # of an activation or a gradient between each stage and the next; the last is not used
 
 
-_Kind: TypeAlias = tuple[Template, int]  # pipelines with the same template and number of microbatches
+_Kind: TypeAlias = tuple[Template, int, ScheduleKind]  # pipelines alike: with the same number of microbatches
 
 MAX_KNOWN = 10_000  # kinds of pipelines that are kept
 
@@ -71,15 +75,21 @@ def forecast_times(plans: Sequence[Plan], profile: Profile, costs: Costs) -> tup
     counts = [_count_kinds(plan) for plan in plans]
     kinds = list(dict.fromkeys(kind for count in counts for kind in count))
     ends_of = _ends_of(kinds, costs)
-    updates_ns = {template: _update_ns(template, profile, costs) for template, _ in kinds}
+    updates_ns = {template: _update_ns(template, profile, costs) for template, _, _ in kinds}
     times: list[PlanTimes] = []
     for count in counts:
         compute_ns = max(max(ends_of[kind]) for kind in count)
         sums_ns = _sums_end_ns([(kind[0], number, ends_of[kind]) for kind, number in count.items()], profile)
         sums_ns = max(compute_ns, sums_ns)
-        step_ns = sums_ns + max(updates_ns[template] for template, _ in count)
+        step_ns = sums_ns + max(updates_ns[template] for template, _, _ in count)
         times.append(PlanTimes(compute_ns=compute_ns, sums_ns=sums_ns, step_ns=step_ns))
     return tuple(times)
+
+
+def pipeline_end_ns(template: Template, num_microbatches: int, schedule: ScheduleKind, costs: Costs) -> int:
+    """Return when a pipeline is predicted to have done its last backward."""
+    kind = (template, num_microbatches, schedule)
+    return max(_ends_of([kind], costs)[kind])
 
 
 def _ends_of(kinds: Sequence[_Kind], costs: Costs) -> dict[_Kind, tuple[int, ...]]:
@@ -88,17 +98,44 @@ def _ends_of(kinds: Sequence[_Kind], costs: Costs) -> dict[_Kind, tuple[int, ...
     if len(known) > MAX_KNOWN:
         known.clear()
     new = [kind for kind in kinds if kind not in known]
-    ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number in new]) if new else []
-    known |= {kind: tuple(ends.tolist()) for kind, ends in zip(new, ends_ns, strict=True)}
+    plain = [kind for kind in new if kind[2] is ScheduleKind.ONE_F_ONE_B]
+    ends_ns = stage_ends_ns([(stage_times(template, costs), number) for template, number, _ in plain]) if plain else []
+    known |= {kind: tuple(ends.tolist()) for kind, ends in zip(plain, ends_ns, strict=True)}
+    known |= {kind: _simulated_ends(kind, costs) for kind in new if kind[2] is not ScheduleKind.ONE_F_ONE_B}
     return known
+
+
+def _simulated_ends(kind: _Kind, costs: Costs) -> tuple[int, ...]:
+    template, num_microbatches, schedule = kind
+    times = stage_times(template, costs)
+    ends_ns = stage_ends(
+        schedule_with(template, schedule, num_microbatches),
+        _stage_costs(times, schedule, 1.0),
+        times.transfer_ns.tolist(),
+    )
+    return tuple(int(end_ns) for end_ns in ends_ns)
+
+
+def _stage_costs(times: StageTimes, schedule: ScheduleKind, unit_ns: float) -> list[StageCost]:
+    """Return what one microbatch takes on each stage, in a unit of time."""
+    weight_ns = times.weight_ns if schedule is ScheduleKind.ZB_H1 else np.zeros_like(times.weight_ns)
+    columns = (times.forward_ns.tolist(), (times.backward_ns - weight_ns).tolist(), weight_ns.tolist())
+    return [
+        StageCost(forward_s=forward / unit_ns, backward_s=backward / unit_ns, weight_s=weight / unit_ns)
+        for forward, backward, weight in zip(*columns, strict=True)
+    ]
 
 
 def _count_kinds(plan: Plan) -> Counter[_Kind]:
     """Count the pipelines of each kind; neighbours first, because comparing them is far cheaper than hashing."""
     counts: Counter[_Kind] = Counter()
-    for kind, group in groupby(plan.pipelines, key=lambda pipeline: (pipeline.template, pipeline.num_microbatches)):
+    for kind, group in groupby(plan.pipelines, key=_kind_of):
         counts[kind] += len(list(group))
     return counts
+
+
+def _kind_of(pipeline: Pipeline) -> _Kind:
+    return pipeline.template, pipeline.num_microbatches, pipeline.schedule
 
 
 def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
@@ -112,9 +149,9 @@ def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
     ends = forecast_times([plan], profile, costs)[0]
     stages: list[tuple[StageForecast, ...]] = []
     busy_s = 0.0
-    for (template, number), group in groupby(plan.pipelines, key=lambda p: (p.template, p.num_microbatches)):
-        forecasts = forecast_stages(template, number, costs)
-        times = [forecast.cost.forward_s + forecast.cost.backward_s for forecast in forecasts]
+    for (template, number, schedule), group in groupby(plan.pipelines, key=_kind_of):
+        forecasts = forecast_stages(template, number, costs, schedule)
+        times = [sum(forecast.cost.of(phase) for phase in Phase) for forecast in forecasts]
         num_pipelines = len(list(group))
         stages += [forecasts] * num_pipelines
         device_s = sum(stage.num_devices * time_s for stage, time_s in zip(template.stages, times, strict=True))
@@ -131,25 +168,23 @@ def forecast_plan(plan: Plan, profile: Profile, costs: Costs) -> Forecast:
     )
 
 
-def forecast_stages(template: Template, num_microbatches: int, costs: Costs) -> tuple[StageForecast, ...]:
+def forecast_stages(
+    template: Template,
+    num_microbatches: int,
+    costs: Costs,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
+) -> tuple[StageForecast, ...]:
     """Return what each stage of a pipeline is predicted to take."""
-    stages = template.stages
     times = stage_times(template, costs)
-    forward_ns, backward_ns, transfer_ns = (
-        column.tolist() for column in (times.forward_ns, times.backward_ns, times.transfer_ns)
-    )
+    stage_costs = _stage_costs(times, schedule, NS_PER_S)
+    memory_bytes = lanes_memory_bytes(template, num_microbatches, costs, schedule)
     return tuple(
         StageForecast(
-            cost=StageCost(forward_s=forward_ns[index] / NS_PER_S, backward_s=backward_ns[index] / NS_PER_S),
-            transfer_s=transfer_ns[index] / NS_PER_S,
-            memory_bytes=costs.memory_bytes(
-                costs.device_counts.index(stage.num_devices),
-                stage.first_layer,
-                stage.end_layer,
-                min(len(stages) - index, num_microbatches),
-            ),
+            cost=cost,
+            transfer_s=int(times.transfer_ns[index]) / NS_PER_S,
+            memory_bytes=memory_bytes[index % len(memory_bytes)],
         )
-        for index, stage in enumerate(stages)
+        for index, cost in enumerate(stage_costs)
     )
 
 
@@ -163,6 +198,7 @@ def stage_times(template: Template, costs: Costs) -> StageTimes:
     return StageTimes(
         forward_ns=costs.forward_ns[devices, first, end],
         backward_ns=costs.backward_ns[devices, first, end],
+        weight_ns=costs.weight_ns[devices, first, end],
         transfer_ns=np.where(stays, 0, costs.link_ns[end]),
     )
 
@@ -170,8 +206,8 @@ def stage_times(template: Template, costs: Costs) -> StageTimes:
 def stage_ends_ns(pipelines: Sequence[tuple[StageTimes, int]]) -> list[Ints]:
     """Return for each pipeline when its stages end their last backward under 1F1B.
 
-    The same as `schedule.simulate` of `schedule.one_f_one_b`, with which tests compare it, but many times faster. If
-    all actions took one unit of time, each would have its slot: stage i of S runs forward j in slot i + j while it
+    The same as `schedule.simulate` of that schedule, with which tests compare it, but many times faster. If all
+    actions took one unit of time, each would have its slot: stage i of S runs forward j in slot i + j while it
     warms up (j < S - i), in slot i + 2j afterwards, and backward j in slot 2S - 1 - i + 2j. What an action needs is
     then always the newest result of its neighbour from the slots before. So the slots are played one after the other,
     with all stages of all pipelines at once.
@@ -245,8 +281,11 @@ def _sums_end_ns(kinds: Sequence[tuple[Template, int, tuple[int, ...]]], profile
 
 
 def _update_ns(template: Template, profile: Profile, costs: Costs) -> int:
-    """Return how long the stage that updates the most bytes on each of its devices needs for it."""
-    num_bytes = max(
-        int(costs.gradient_bytes[stage.first_layer, stage.end_layer]) // stage.num_devices for stage in template.stages
-    )
-    return round(num_bytes * profile.update_s_per_byte * NS_PER_S)
+    """Return how long the devices that update the most bytes need for it."""
+    num_lanes = template.num_lanes
+    lane_bytes = [0] * num_lanes
+    for index, stage in enumerate(template.stages):
+        lane_bytes[index % num_lanes] += (
+            int(costs.gradient_bytes[stage.first_layer, stage.end_layer]) // stage.num_devices
+        )
+    return round(max(lane_bytes) * profile.update_s_per_byte * NS_PER_S)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NewType, TypeVar
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.errors import PlanError
 
 
@@ -43,9 +44,17 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """A partition of all layers into stages, in order, for `num_nodes` nodes."""
+    """A partition of all layers into stages, in order, for `num_nodes` nodes.
+
+    Stages on the same devices make up a lane. Each stage has a lane of its own, unless its pipeline is interleaved:
+    then stage i is in lane i modulo the number of lanes.
+    """
 
     stages: tuple[Stage, ...]
+
+    @property
+    def num_lanes(self) -> int:
+        return len({(stage.node_index, stage.first_device) for stage in self.stages})
 
     @property
     def num_nodes(self) -> int:
@@ -63,6 +72,7 @@ class Pipeline:
     template: Template
     nodes: tuple[NodeId, ...]
     num_microbatches: int
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B  # never AUTO
 
     def node_of(self, stage_index: int) -> NodeId:
         return self.nodes[self.template.stages[stage_index].node_index]
@@ -130,6 +140,7 @@ def check_plan(plan: Plan, *, num_layers: int, num_microbatches: int, devices_pe
         raise PlanError("the plan has no pipeline; give at least one")
     for number, pipeline in enumerate(plan.pipelines):
         _check_template(pipeline.template, f"pipeline {number}", num_layers, devices_per_node)
+        _check_lanes(pipeline, f"pipeline {number}")
         if len(pipeline.nodes) != pipeline.template.num_nodes:
             raise PlanError(
                 f"pipeline {number} is bound to {len(pipeline.nodes)} nodes, its template needs "
@@ -165,12 +176,30 @@ def _check_template(template: Template, name: str, num_layers: int, devices_per_
             )
     if expected != num_layers:
         raise PlanError(f"{name} covers {expected} layers, the model has {num_layers}")
-    used = [(stage.node_index, device) for stage in template.stages for device in stage.devices]
+    if {stage.node_index for stage in template.stages} != set(range(template.num_nodes)):
+        raise PlanError(f"{name} must use the node indices 0..{template.num_nodes - 1}, each at least once")
+
+
+def _check_lanes(pipeline: Pipeline, name: str) -> None:
+    stages = pipeline.template.stages
+    if pipeline.schedule is ScheduleKind.AUTO:
+        raise PlanError(f"{name} has schedule auto, which is not one; name one, or leave it out for 1f1b")
+    if pipeline.schedule is ScheduleKind.INTERLEAVED:
+        num_lanes = pipeline.template.num_lanes
+        lanes = stages[:num_lanes]
+        if len(stages) % num_lanes or any(
+            (stage.node_index, stage.devices) != (lanes[index % num_lanes].node_index, lanes[index % num_lanes].devices)
+            for index, stage in enumerate(stages)
+        ):
+            raise PlanError(
+                f"{name} is interleaved, but its {len(stages)} stages do not take the {num_lanes} sets of devices in "
+                "turn; give as many stages to each, in the same order again and again"
+            )
+        stages = lanes
+    used = [(stage.node_index, device) for stage in stages for device in stage.devices]
     if _repeated(used):
         node_index, device = _repeated(used)[0]
         raise PlanError(f"{name} uses device {device} of its node {node_index} in two stages")
-    if {stage.node_index for stage in template.stages} != set(range(template.num_nodes)):
-        raise PlanError(f"{name} must use the node indices 0..{template.num_nodes - 1}, each at least once")
 
 
 def _repeated(items: Iterable[T]) -> list[T]:

@@ -4,6 +4,7 @@
 2. Shares: how many pipelines of which sizes, with how many microbatches (allocate.py). Exact by the cost model.
 3. The best one, and the best ones of larger and larger pipelines, are played through (forecast.py), because fewer and
    deeper pipelines exchange fewer gradients. The fastest is taken.
+4. Its pipelines get their schedules (schedule_choice.py).
 
 All of it is a function of its arguments, to the byte, on every machine.
 """
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from oobleck_jax.config import Remat
+from oobleck_jax.config import Remat, ScheduleKind
 from oobleck_jax.errors import NotEnoughNodes, PlanError
 from oobleck_jax.planning.allocate import Share, best_shares
 from oobleck_jax.planning.forecast import Forecast, StageForecast, forecast_plan, forecast_times
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, check_plan
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.schedule import StageCost
+from oobleck_jax.planning.schedule_choice import Scheduled, choose_schedules
 from oobleck_jax.planning.templates import Templates, make_templates, template_of
 
 
@@ -91,7 +93,13 @@ def best_plan(
 
 
 def templates_for(
-    profile: Profile, *, num_nodes: int, devices_per_node: int, num_microbatches: int, device_memory_bytes: int
+    profile: Profile,
+    *,
+    num_nodes: int,
+    devices_per_node: int,
+    num_microbatches: int,
+    device_memory_bytes: int,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
 ) -> Templates:
     """Return the templates for a number of nodes, and for fewer and somewhat more.
 
@@ -103,6 +111,7 @@ def templates_for(
         devices_per_node=devices_per_node,
         num_microbatches=num_microbatches,
         device_memory_bytes=device_memory_bytes,
+        schedule=schedule,
     )
 
 
@@ -112,7 +121,7 @@ def plan_from(templates: Templates, *, nodes: tuple[NodeId, ...], fault_toleranc
     plans = [bind(shares, nodes) for shares in candidates(templates, len(nodes), num_pipelines)]
     times = forecast_times(plans, templates.profile, templates.costs)
     best = min(range(len(plans)), key=lambda number: (times[number].step_ns, len(plans[number].spare_nodes), number))
-    return planning_of(plans[best], templates, fault_tolerance)
+    return planning_of(choose_schedules(plans[best], templates), templates, fault_tolerance)
 
 
 def required_pipelines(templates: Templates, num_nodes: int, fault_tolerance: int) -> int:
@@ -133,8 +142,9 @@ def required_pipelines(templates: Templates, num_nodes: int, fault_tolerance: in
     return min(wanted, num_nodes // smallest)
 
 
-def planning_of(plan: Plan, templates: Templates, fault_tolerance: int) -> Planning:
+def planning_of(scheduled: Scheduled, templates: Templates, fault_tolerance: int) -> Planning:
     """Return a plan with its forecast and its reason."""
+    plan = scheduled.plan
     check_plan(
         plan,
         num_layers=templates.profile.num_layers,
@@ -144,7 +154,7 @@ def planning_of(plan: Plan, templates: Templates, fault_tolerance: int) -> Plann
     forecast = forecast_plan(plan, templates.profile, templates.costs)
     return Planning(
         plan=plan,
-        reason=_reason(plan, forecast, fault_tolerance + 1, templates.smallest or 0),
+        reason=_reason(scheduled, forecast, fault_tolerance + 1, templates.smallest or 0),
         forecast=forecast,
         is_degraded=len(plan.pipelines) <= fault_tolerance,
     )
@@ -187,10 +197,13 @@ def bind(shares: Sequence[Share], nodes: tuple[NodeId, ...]) -> Plan:
     return Plan(pipelines=tuple(pipelines), spare_nodes=nodes[first:])
 
 
-def _reason(plan: Plan, forecast: Forecast, wanted: int, smallest: int) -> str:
+def _reason(scheduled: Scheduled, forecast: Forecast, wanted: int, smallest: int) -> str:
+    plan = scheduled.plan
     sizes = sorted((len(pipeline.nodes) for pipeline in plan.pipelines), reverse=True)
     counts = " + ".join(f"{sizes.count(size)} x {_count(size, 'node')}" for size in sorted(set(sizes), reverse=True))
     text = f"{_count(len(sizes), 'pipeline')} ({counts}), {forecast.step_s:.3g} s per step predicted"
+    if scheduled.reason:
+        text += f"; {scheduled.reason}"
     if plan.spare_nodes:
         text += f"; {_count(len(plan.spare_nodes), 'node')} spare, because no faster plan uses them"
     if len(sizes) < wanted:

@@ -26,6 +26,7 @@ from oobleck_jax.planning.forecast import forecast_times
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
 from oobleck_jax.planning.planner import Planning, bind, candidates, planning_of, required_pipelines
 from oobleck_jax.planning.profile import Profile
+from oobleck_jax.planning.schedule_choice import choose_schedules
 from oobleck_jax.planning.templates import Templates, partition_of
 
 
@@ -97,11 +98,13 @@ def reconfigure(
     fresh = [bind(shares, nodes) for shares in candidates(templates, len(nodes), num_pipelines)]
     fresh_times = forecast_times(fresh, templates.profile, templates.costs)
     fastest = sorted(range(len(fresh)), key=lambda number: fresh_times[number].step_ns)[:MAX_FRESH]
-    plans = [_assign(fresh[number], frozenset(), held, states) for number in fastest]
+    scheduled = [choose_schedules(fresh[number], templates) for number in fastest]
+    plans = [_assign(item.plan, frozenset(), held, states) for item in scheduled]
     for kept, shares in _shapes_that_keep(templates, old, nodes, num_pipelines) if old is not None else ():
         fixed = [node for pipeline in kept for node in pipeline.nodes]
         free = sorted(set(nodes) - set(fixed))
-        plans.append(_assign(bind(shares, (*fixed, *free)), frozenset(fixed), held, states))
+        scheduled.append(choose_schedules(_bind_with(kept, shares, free), templates, kept=frozenset(fixed)))
+        plans.append(_assign(scheduled[-1].plan, frozenset(fixed), held, states))
     times = forecast_times(plans, templates.profile, templates.costs)
     copies = [copies_of(plan, held, states) for plan in plans]
 
@@ -112,7 +115,7 @@ def reconfigure(
 
     best = max(range(len(plans)), key=merit)
     return Reconfiguration(
-        planning=planning_of(plans[best], templates, fault_tolerance),
+        planning=planning_of(replace(scheduled[best], plan=plans[best]), templates, fault_tolerance),
         copies=copies[best],
         copy_s=_copy_s(copies[best], templates.profile),
     )
@@ -185,6 +188,16 @@ def _shapes_that_keep(
         )
         if shares:
             yield kept, shares
+
+
+def _bind_with(kept: Sequence[Pipeline], shares: Sequence[Share], free: Sequence[NodeId]) -> Plan:
+    """Return the plan of pipelines that stay as they are but for their share, and of others on the free nodes."""
+    others = bind(shares[len(kept) :], tuple(free))
+    first = tuple(
+        replace(pipeline, num_microbatches=share.num_microbatches)
+        for pipeline, share in zip(kept, shares, strict=False)
+    )
+    return replace(others, pipelines=(*first, *others.pipelines))
 
 
 def _assign(

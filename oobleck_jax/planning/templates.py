@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from oobleck_jax.config import ScheduleKind
 from oobleck_jax.planning.costs import Costs, tabulate
 from oobleck_jax.planning.forecast import stage_times
 from oobleck_jax.planning.partition import Partition, StageShape, best_partitions
@@ -24,6 +25,7 @@ class Templates:
     num_microbatches: int  # of the global batch
     device_memory_bytes: int
     partitions: tuple[tuple[Partition, ...], ...]  # for 1, 2, ... nodes
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B  # that pipelines made of them are to have
 
     @property
     def choices(self) -> Mapping[int, tuple[Partition, ...]]:
@@ -38,7 +40,13 @@ class Templates:
 
 @lru_cache(maxsize=8)
 def make_templates(
-    profile: Profile, *, max_nodes: int, devices_per_node: int, num_microbatches: int, device_memory_bytes: int
+    profile: Profile,
+    *,
+    max_nodes: int,
+    devices_per_node: int,
+    num_microbatches: int,
+    device_memory_bytes: int,
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
 ) -> Templates:
     """Return the templates for 1 to `max_nodes` nodes. Pure; the last few results are kept.
 
@@ -48,6 +56,7 @@ def make_templates(
         devices_per_node: devices of each node.
         num_microbatches: of the global batch.
         device_memory_bytes: what a stage may use of each device.
+        schedule: that pipelines made of them are to have.
 
     Raises:
         PlanError: the profile lacks costs for a number of devices.
@@ -65,6 +74,7 @@ def make_templates(
         num_microbatches=num_microbatches,
         device_memory_bytes=device_memory_bytes,
         partitions=best_partitions(costs, max_nodes=largest, num_microbatches=num_microbatches),
+        schedule=schedule,
     )
 
 
@@ -90,7 +100,10 @@ def template_of(partition: Partition) -> Template:
 
 
 def partition_of(template: Template, costs: Costs) -> Partition:
-    """Return a template as a partition, with its times by the cost model."""
+    """Return a template as a partition, with its times by the cost model.
+
+    Of an interleaved one, the times are those of its schedule, but the shapes say only what its nodes have together.
+    """
     stages = template.stages
     times = stage_times(template, costs)
     work_ns = times.forward_ns + times.backward_ns + 2 * times.transfer_ns
@@ -103,4 +116,8 @@ def partition_of(template: Template, costs: Costs) -> Partition:
         for node in range(template.num_nodes)
     )
     sum_ns = int(costs.sum_ns[stages[0].first_layer, stages[0].end_layer])
-    return Partition(nodes=nodes, fill_ns=int(work_ns.sum()) + sum_ns, slowest_ns=int(work_ns.max()))
+    num_lanes = template.num_lanes
+    slowest_ns = max(int(work_ns[lane::num_lanes].sum()) for lane in range(num_lanes))
+    # Of several stages on the same devices the first microbatch does not wait for the work on the others.
+    fill_ns = slowest_ns + (int(work_ns.sum()) - slowest_ns) * num_lanes // len(stages)
+    return Partition(nodes=nodes, fill_ns=fill_ns + sum_ns, slowest_ns=slowest_ns)

@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 
 from models.presets import load_preset
-from oobleck_jax.config import Precision, Remat, RunConfig
+from oobleck_jax.config import Precision, Remat, RunConfig, ScheduleKind
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution.layer_functions import functions_of, keys_of
 from oobleck_jax.execution.layout import groups_of, own_group
 from oobleck_jax.execution.precision import as_computed
 from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.model import Layer, LayeredModel
+from oobleck_jax.plan_text import parse_plan
 from tests.execution.thread_cluster import flat, plan_of, run_cluster, run_generations, shared_home
 
 
@@ -115,6 +116,11 @@ def merged(gradients) -> dict[str, np.ndarray]:
     return result
 
 
+def zb_h1(plan):
+    """Return the plan with that schedule."""
+    return replace(plan, pipelines=tuple(replace(item, schedule=ScheduleKind.ZB_H1) for item in plan.pipelines))
+
+
 PLANS = {
     "1 stage": plan_of(([6], 8)),
     "2 stages": plan_of(([3, 3], 8)),
@@ -123,16 +129,20 @@ PLANS = {
     "3+2+1 stages": plan_of(([2, 2, 2], 3), ([3, 3], 3), ([6], 2)),
     "fewer microbatches than stages": plan_of(([2, 1, 1, 2], 2), ([6], 6)),
     "uneven split": plan_of(([3, 3], 5), ([2, 4], 3)),
+    "interleaved": parse_plan("0-2@0,2-3@1,3-5@0,5-6@1", num_microbatches=8),
+    "zb-h1": zb_h1(plan_of(([2, 3, 1], 8))),
+    "interleaved, incomplete round": parse_plan("0-1@0,1-2@1,2-3@0,3-4@1,4-5@0,5-6@1:5 | 0-6:3", num_microbatches=8),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_gradients_equal_single_device_T1(plan):
-    config = config_of()
+    is_split = any(pipeline.schedule is ScheduleKind.ZB_H1 for pipeline in plan.pipelines)
+    config = config_of(remat=Remat.NONE) if is_split else config_of()
     gradients = merged(run_cluster(config, plan, steps=1).gradients)
     expected = reference_gradients(config, plan, 0)
     assert relative_error(gradients, expected) < 1e-6
-    if len(plan.pipelines) == 1:
+    if len(plan.pipelines) == 1 and not is_split:
         for name, value in expected.items():
             np.testing.assert_array_equal(gradients[name], value, err_msg=name)
 
@@ -229,18 +239,32 @@ def test_gradients_equal_with_several_devices_a_node_T1():
 def test_gradients_are_bitwise_equal_for_every_cut_T1(precision):
     config = config_of(dropout_rate=0.2, precision=precision)
     cuts = ([6], [1, 5], [2, 4], [3, 2, 1], [1, 1, 1, 1, 1, 1])
-    runs = [merged(run_cluster(config, plan_of((cut, 4), ([4, 2], 4)), steps=1).gradients) for cut in cuts]
+    plans = [plan_of((cut, 4), ([4, 2], 4)) for cut in cuts]
+    plans.append(parse_plan("0-1@0,1-3@1,3-4@0,4-6@1:4 | 0-4,4-6:4", num_microbatches=8))
+    runs = [merged(run_cluster(config, plan, steps=1).gradients) for plan in plans]
     for run in runs[1:]:
         for name, value in runs[0].items():
+            np.testing.assert_array_equal(run[name], value, err_msg=name)
+
+
+def test_split_gradients_are_bitwise_equal_for_every_cut_and_close_to_joint_ones_T1():
+    config = config_of(remat=Remat.NONE)
+    plans = [plan_of((cut, 5), ([4, 2], 3)) for cut in ([3, 3], [1, 4, 1])]
+    joint, *split = [merged(run_cluster(config, plan, steps=1).gradients) for plan in (plans[0], *map(zb_h1, plans))]
+    for run in split:
+        assert relative_error(run, joint) < 1e-6
+        for name, value in split[0].items():
             np.testing.assert_array_equal(run[name], value, err_msg=name)
 
 
 def test_different_plans_have_the_same_losses_T2():
     config = config_of(eval_every=8)
     one = run_cluster(config, plan_of(([3, 3], 8)), steps=8, evaluate=True)
-    other = run_cluster(config, plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), steps=8, evaluate=True)
-    np.testing.assert_allclose(other.losses, one.losses, rtol=1e-6)
-    assert other.eval_loss == pytest.approx(one.eval_loss, rel=1e-6)
+    interleaved = parse_plan("0-1@0,1-3@1,3-5@0,5-6@1:5 | 0-6:3", num_microbatches=8)
+    for plan in (plan_of(([2, 2, 2], 3), ([4, 2], 3), ([6], 2)), interleaved):
+        other = run_cluster(config, plan, steps=8, evaluate=True)
+        np.testing.assert_allclose(other.losses, one.losses, rtol=1e-6)
+        assert other.eval_loss == pytest.approx(one.eval_loss, rel=1e-6)
     assert one.losses[-1] < one.losses[0]
 
 
@@ -270,7 +294,10 @@ def test_losses_after_a_change_of_membership_are_those_without_T2(precision):
     second = rebind(plan_of(([3, 3], 5), ([4, 2], 3)), [0, 2, 3, 4])  # 1 and 5 are lost; 0 and 2 must fetch layers
     # 6 joins; 1 comes back with the layers it had, which are out of date.
     third = rebind(plan_of(([2, 2, 2], 4), ([3, 3], 3), ([6], 1)), [0, 1, 4, 2, 3, 6])
-    run = run_generations(config, [(first, 4), (second, 4), (third, 4)], wasted_step=True)
+    # The same nodes once more, two of them with layers that are not neighbours.
+    text = "0-1@0,1-3@1,3-5@0,5-6@1:3 | 0-2,2-4,4-6:3 | 0-6:2"
+    fourth = rebind(parse_plan(text, num_microbatches=8), [0, 4, 1, 2, 3, 6])
+    run = run_generations(config, [(first, 4), (second, 4), (third, 2), (fourth, 2)], wasted_step=True)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-6)
     holders: dict[str, list] = {}
     for states in run.states.values():

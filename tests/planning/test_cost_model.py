@@ -49,6 +49,7 @@ def excess(formula: Formula, microbatches_per_stage: float) -> float:
             StageTimes(
                 forward_ns=np.array(work, dtype=np.int64),
                 backward_ns=2 * np.array(work, dtype=np.int64),
+                weight_ns=np.zeros(num_stages, dtype=np.int64),
                 transfer_ns=np.zeros(num_stages, dtype=np.int64),
             )
             for work in sums

@@ -8,7 +8,8 @@ from oobleck_jax.planning.costs import tabulate
 from oobleck_jax.planning.forecast import StageTimes, forecast_plan, stage_ends_ns
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 from oobleck_jax.planning.profile import Profile, Rate
-from oobleck_jax.planning.schedule import StageCost, one_f_one_b, simulate
+from oobleck_jax.planning.schedule import StageCost, simulate
+from oobleck_jax.planning.schedule_kinds import one_f_one_b
 from tests.planning.profiles import UNIT_S, uniform_profile
 
 
@@ -24,7 +25,10 @@ pipelines = st.lists(
 def test_fast_times_equal_those_of_the_simulated_schedule(rows: list[tuple[list[tuple[int, int, int]], int]]) -> None:
     columns = [(np.array(stages, dtype=np.int64).T, count) for stages, count in rows]
     ends = stage_ends_ns(
-        [(StageTimes(forward_ns=f, backward_ns=b, transfer_ns=t), count) for (f, b, t), count in columns]
+        [
+            (StageTimes(forward_ns=f, backward_ns=b, weight_ns=0 * b, transfer_ns=t), count)
+            for (f, b, t), count in columns
+        ]
     )
     for (stages, count), found in zip(rows, ends, strict=True):
         costs = [StageCost(forward_s=forward, backward_s=backward) for forward, backward, _ in stages]
