@@ -10,7 +10,9 @@ from oobleck_jax.planning.plan import Stage, Template
 from scripts.plan import Arguments, config_of, main, report_of
 
 
-LAPTOP = Arguments(preset="gpt-laptop", nodes=7, fault_tolerance=1, device_memory_gib=0.06, profile="estimate")
+LAPTOP = Arguments(
+    preset="gpt-laptop", nodes=7, fault_tolerance=1, device_memory_gib=0.06, profile="estimate", remat="layer"
+)
 
 
 def report(arguments: Arguments) -> Report:
@@ -36,7 +38,7 @@ def test_fault_tolerance_never_makes_a_plan_faster() -> None:
 
 
 def test_loss_of_the_last_node_that_suffices_tells_what_is_missing() -> None:
-    arguments = Arguments(preset="gpt-laptop", nodes=3, device_memory_gib=0.06, profile="estimate")
+    arguments = Arguments(preset="gpt-laptop", nodes=3, device_memory_gib=0.06, profile="estimate", remat="layer")
     outcomes = report(arguments).losses
     assert all(outcome.sizes == () and "smallest pipeline needs 3" in outcome.reason for outcome in outcomes)
 
@@ -75,7 +77,7 @@ def test_profile_of_another_microbatch_size_is_refused(tmp_path: Path, capsys: p
     from oobleck_jax.propose import estimated_profile
 
     path = tmp_path / "profile.json"
-    path.write_bytes(profile_to_json(estimated_profile(config_of(LAPTOP))))
+    path.write_bytes(profile_to_json(estimated_profile(config_of(Arguments(preset="gpt-laptop")))))
     assert main(Arguments(preset="gpt-laptop", nodes=2, profile=str(path))) == 0
     assert main(Arguments(preset="gpt-laptop", nodes=2, profile=str(path), microbatch_size=2)) == 2
     assert "profile again" in capsys.readouterr().err

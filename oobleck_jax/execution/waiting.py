@@ -63,7 +63,8 @@ def wait_event(done: threading.Event, *, limit_s: float, abandoned: threading.Ev
 def raise_transport_error(error: BaseException, *, what: str) -> NoReturn:
     """Raise `PeerLost` for an error of a transport, or the error itself where no peer is to blame."""
     message = str(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and message.startswith(_PEER_STATUSES):
+    # numpy makes a ValueError, with the same words, of an array that turns out to be an error while it is copied.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and message.startswith(_PEER_STATUSES):
         raise PeerLost(f"{what}: a node that takes part is gone ({message.splitlines()[0]})", what=what) from error
     raise error
 

@@ -84,6 +84,14 @@ def test_what_transports_say_of_a_dead_peer_becomes_PeerLost(message: str) -> No
     assert message in str(caught.value)
 
 
+def test_what_numpy_makes_of_an_error_becomes_PeerLost_too() -> None:
+    message = "UNKNOWN: Gloo all-reduce failed: [gloo/transport/tcp/pair.cc:538] Read error: Connection reset by peer"
+    with pytest.raises(PeerLost, match="a sum"):
+        raise_transport_error(ValueError(message), what="a sum")
+    with pytest.raises(ValueError, match="could not broadcast"):
+        raise_transport_error(ValueError("could not broadcast input array"), what="a sum")
+
+
 def test_errors_of_our_own_are_not_blamed_on_a_peer() -> None:
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 3 bytes.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from models.presets import load_preset
+from oobleck_jax.config import Remat, ScheduleKind
 from oobleck_jax.errors import PlanError
 from oobleck_jax.execution.layout import spans_of
 from oobleck_jax.plan_text import read_plan
@@ -20,15 +21,21 @@ from oobleck_jax.propose import estimated_profile
 NUM_NODES = 6
 
 
-@pytest.fixture(scope="module", params=[8.0, 0.05], ids=["all-layers-fit", "three-nodes-at-least"])
+@pytest.fixture(
+    scope="module",
+    params=[(8.0, ScheduleKind.ONE_F_ONE_B), (0.05, ScheduleKind.ONE_F_ONE_B), (0.07, ScheduleKind.INTERLEAVED)],
+    ids=["all-layers-fit", "three-nodes-at-least", "interleaved"],
+)
 def templates(request) -> Templates:
-    config = replace(load_preset("gpt-laptop"), nodes=NUM_NODES, fault_tolerance=1)
+    config = replace(load_preset("gpt-laptop"), nodes=NUM_NODES, fault_tolerance=1, remat=Remat.LAYER)
+    memory_gib, schedule = request.param
     return templates_for(
         estimated_profile(config),
         num_nodes=NUM_NODES,
         devices_per_node=1,
         num_microbatches=config.num_microbatches,
-        device_memory_bytes=int(request.param * 2**30),
+        device_memory_bytes=int(memory_gib * 2**30),
+        schedule=schedule,
     )
 
 
@@ -56,6 +63,10 @@ def test_every_plan_after_losses_and_joins_finds_its_programs(templates: Templat
             fault_tolerance=1,
             old=second,
         ).planning.plan
+        if templates.schedule is ScheduleKind.INTERLEAVED:
+            assert any(
+                pipeline.schedule is ScheduleKind.INTERLEAVED for pipeline in (*first.pipelines, *back.pipelines)
+            )
         for plan in (first, second, back):
             stages = [stage for pipeline in plan.pipelines for stage in pipeline.template.stages]
             assert {programs_of(stage, templates.profile) for stage in stages} <= known
