@@ -92,10 +92,10 @@ def compare(arguments: Arguments, text: str, case: Case) -> dict[str, Any]:
     plain: list[float] = []
     pipeline: dict[int, list[dict[str, Any]]] = {count: [] for count in arguments.nodes}
     for number in range(arguments.rounds):
-        plain.append(run_plain(arguments, text))
+        plain.append(run_plain(text, arguments.steps))
         print(f"{text}, round {number + 1}/{arguments.rounds}: plain {plain[-1]:.0f} tokens/s", flush=True)
         for count, summaries in pipeline.items():
-            summaries.append(run_pipeline(arguments, case, count))
+            summaries.append(run_pipeline(case, count, arguments.steps))
             rate = summaries[-1]["median_tokens_per_s"]
             print(f"    {count} nodes: {rate:.0f} tokens/s, {rate / plain[-1]:.2f} of plain", flush=True)
     rates = {
@@ -125,9 +125,9 @@ def compare(arguments: Arguments, text: str, case: Case) -> dict[str, Any]:
     }
 
 
-def run_plain(arguments: Arguments, text: str) -> float:
+def run_plain(text: str, steps: int) -> float:
     """Return the tokens/s of the plain side, measured in a process of its own."""
-    command = [sys.executable, __file__, "--plain-worker", "--cases", text, "--steps", str(arguments.steps)]
+    command = [sys.executable, __file__, "--plain-worker", "--cases", text, "--steps", str(steps)]
     # The same settings of malloc that workers get: they help the plain side as much.
     result = subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=1200, env={**os.environ, **MALLOC}
@@ -135,12 +135,12 @@ def run_plain(arguments: Arguments, text: str) -> float:
     return float(json.loads(result.stdout.splitlines()[-1]))
 
 
-def run_pipeline(arguments: Arguments, case: Case, nodes: int) -> dict[str, Any]:
+def run_pipeline(case: Case, nodes: int, steps: int) -> dict[str, Any]:
     """Return the summary of a run with so many node processes."""
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "summary.json"
         command = [sys.executable, str(SCRIPTS / "train.py"), "--preset", case.preset, "--nodes", str(nodes)]
-        command += ["--precision", case.precision, "--steps", str(arguments.steps)]
+        command += ["--precision", case.precision, "--steps", str(steps)]
         command += ["--eval-every", "0", "--checkpoint-every", "0"]
         command += ["--run-dir", str(Path(folder) / "run")]
         command += ["--summary-json", str(summary)]

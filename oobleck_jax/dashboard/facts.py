@@ -33,13 +33,14 @@ def facts_of(
         fault_tolerance=config.fault_tolerance,
         layer_names=layer_names(estimated_profile(config)),
         smallest_num_nodes=smallest_num_nodes,
-        flops_per_step=_flops_per_step(config),
+        flops_per_step=flops_per_step(config),
         peak_flops_per_s=partial(peak_flops_per_s, precision=config.precision),
         has_actions=has_actions,
     )
 
 
-def _flops_per_step(config: RunConfig) -> float | None:
+def flops_per_step(config: RunConfig) -> float | None:
+    """Return the operations of forward and backward of a step, nothing recomputed; None: only known of GPTs."""
     if not isinstance(config.model, GptConfig):
         return None
     forward_flops = sum(size.forward_flops for size in layer_sizes(config))

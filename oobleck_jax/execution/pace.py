@@ -21,7 +21,8 @@ from oobleck_jax.execution.jaxlib_private import is_ready
 _AHEAD_S = 0.01  # work that a device should have left when the next program is started; far more than that takes
 _SLOWER = 1.1  # how much longer a program is taken to have become at once: its end may just have been seen late
 _SHORTEST_SLEEP_S = 200e-6
-_LONGEST_SLEEP_S = 2e-3
+# Looking costs some 50 us; what has been faster than expected is noticed so late, and whoever abandons wakes at once.
+_LONGEST_SLEEP_S = 10e-3
 
 OnEnded = Callable[[Hashable, int, float, float], None]
 """Told what ran, on which item, from when to when (`time.monotonic`)."""
@@ -119,9 +120,8 @@ class Pace:
         return max(first_left_s, 0.0) + sum(running.expected_s for running in others)
 
     def _pause(self, longest_s: float) -> None:
-        if self._abandoned.is_set():
+        if self._abandoned.wait(min(max(longest_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)):
             raise Abandoned("the step is no longer needed")
-        time.sleep(min(max(longest_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
     def _note_end(self) -> None:
         first, now_s = self._running.popleft(), time.monotonic()
