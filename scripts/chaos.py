@@ -7,6 +7,7 @@ The same seed strikes the same nodes in the same way again. Written: {"incidents
 """
 
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Run, check, print, write; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     strikes = draw_strikes(

@@ -67,6 +67,7 @@ class Survival:
 
 def main(arguments: Arguments) -> int:
     """Kill, compare, print, write; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     survivals: list[Survival] = []
     try:
         with tempfile.TemporaryDirectory(prefix="check-devices-") as folder:
