@@ -237,10 +237,13 @@ class Launch:
     def events(self, kind: type[events.Record]) -> list[events.Record]:
         return [record for _, record in events.read_events(self.run_dir / "events.jsonl") if isinstance(record, kind)]
 
-    def close(self) -> None:
+    def kill_all(self) -> None:
         for process in self.alive():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself, or with its agent
                 process.kill()
+
+    def close(self) -> None:
+        self.kill_all()
         for process in self.processes:
             process.communicate()
 
@@ -441,8 +444,7 @@ def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoin
     command += ("--eval-every", "100")
     first = launch.start(*command)
     launch.await_step(70)
-    for process in launch.alive():
-        process.kill()
+    launch.kill_all()
     first.wait()
     launch.await_nothing_left()
 

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,23 @@ class Home:
         spans: those made so far (span.py), by key.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], *, shared_cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        *,
+        shared_cache: Path | None = None,
+        compiler_options: Mapping[str, str | bool] | None = None,
+    ) -> None:
         """Take the devices.
 
         Args:
             shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
                 that need the same program at the same time, one compiles it and the others read it.
+            compiler_options: for XLA, besides those of XLA_FLAGS.
         """
         self.devices = tuple(devices)
         self._shared_cache = shared_cache
+        self._compiler_options = dict(compiler_options or {})
         self.num_compilations = 0
         self.compile_s = 0.0
         self.spans: dict[Any, Any] = {}
@@ -84,7 +92,7 @@ class Home:
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
         lowered = jax.jit(function, donate_argnums=donate, keep_unused=True, **options).lower(*arguments)
         with self._turn(lowered):
-            program = lowered.compile()
+            program = lowered.compile(self._compiler_options)
         with self._lock:
             self.num_compilations += 1
             self.compile_s += time.monotonic() - began_s

@@ -19,7 +19,7 @@ from oobleck_jax.execution.precision import as_computed
 from oobleck_jax.execution.state import StateBuilder
 from oobleck_jax.model import Layer, LayeredModel
 from oobleck_jax.plan_text import parse_plan
-from tests.execution.thread_cluster import flat, plan_of, run_cluster, run_generations, shared_home
+from tests.execution.thread_cluster import CODE_AS_FOR_USERS, flat, plan_of, run_cluster, run_generations, shared_home
 
 
 TOY = f"{Path(__file__).parents[1] / 'models' / 'toy_model.py'}:toy"
@@ -97,7 +97,7 @@ def _whole_gradient(config: RunConfig):
         module = head.module(variables[own_group(last), last], tied(variables, last))
         return module.loss(h, tokens_BT[:, 1:], keys(jnp.int32(last))) / config.tokens_per_step
 
-    return jax.jit(jax.grad(loss))
+    return jax.jit(jax.grad(loss), compiler_options=CODE_AS_FOR_USERS)
 
 
 def relative_error(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

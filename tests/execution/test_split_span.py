@@ -12,6 +12,7 @@ from oobleck_jax.execution.layer_functions import LayerFunctions
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.split_backward import SplitBackward
 from oobleck_jax.execution.split_span import SplitSpan
+from tests.execution.thread_cluster import CODE_AS_FOR_USERS
 
 
 B, T = 4, 16
@@ -19,7 +20,7 @@ B, T = 4, 16
 
 @pytest.fixture(scope="module")
 def home():
-    return Home(jax.devices("cpu")[:2])
+    return Home(jax.devices("cpu")[:2], compiler_options=CODE_AS_FOR_USERS)
 
 
 def span_of(home, layer: int, *, num_layers=1, precision=Precision.FLOAT32, dropout_rate=0.0, num_devices=1) -> Span:
