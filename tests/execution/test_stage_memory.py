@@ -61,7 +61,6 @@ def test_memory_of_a_stage_is_as_predicted_P2(home, remat, precision):
     ("schedule", "remat", "most"),
     [
         (ScheduleKind.INTERLEAVED, Remat.LAYER, 1.1),
-        (ScheduleKind.INTERLEAVED, Remat.STAGE, 1.1),
         (ScheduleKind.ZB_H1, Remat.NONE, 1.35),  # what waits for its weights is less than all that was kept
     ],
 )
