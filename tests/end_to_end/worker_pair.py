@@ -40,12 +40,15 @@ class Worker:
         self.control.sendall(messages.encode(message) + b"\n")
 
     def expect(self, kind: type) -> messages.ToCoordinator:
-        """Return the next message of a kind; what comes before is news of progress, or a vote that came too late."""
+        """Return the next message of a kind.
+
+        What comes before is news of progress, a vote that came too late, or that the other one was told sooner to abandon.
+        """
         while True:
             message = messages.decode_to_coordinator(self._lines.readline())
             if isinstance(message, kind):
                 return message
-            assert not isinstance(message, messages.Failed), message
+            assert not isinstance(message, messages.Failed) or message.is_collateral, message
 
     def usage(self) -> dict[str, int]:
         """Return its resident bytes, threads and open files."""
