@@ -33,6 +33,7 @@ Functions: TypeAlias = dict[str, LayerFunctions]
 
 _REPETITIONS = 9  # timed runs of a program
 _LIMIT_S = 3.0  # after this, two of them are enough
+_MOST_BYTES = 1 << 28  # of parameters, gradients and what is kept: far more than any cache has
 
 
 def measure_profile(
@@ -65,7 +66,8 @@ def measure_profile(
             progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
             devices = StageDevices(home.devices[:count])
             span = _span(config, model, functions, kind, x_specs[kind], home, devices)
-            costs[kind].append(_measure(span, repetitions, _temporary_bytes(config, model, functions, span)))
+            num_spans = -(-sum(layer.kind == kind for layer in model.layers) // span.key.num_layers)
+            costs[kind].append(_measure(span, num_spans, repetitions, _temporary_bytes(config, model, functions, span)))
             outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
     progress("update", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
     update_s_per_byte = _measure_update(config, model, functions, x_specs, home, repetitions)
@@ -143,12 +145,18 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
 # -- measuring
 
 
-def _measure(span: Span, repetitions: int, num_temporary_bytes: int) -> LayerCost:
-    """Time a span's programs; return the cost of one of its layers."""
-    arguments = _random_arguments(span)
-    params, x, acc, randomness, layer = arguments
+def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: int) -> LayerCost:
+    """Time a span's programs; return the cost of one of its layers.
+
+    Time is that of a microbatch through several such spans, each with numbers of its own, as in a stage: a single one
+    would find its parameters in the caches of the processor, where they never are in a run.
+
+    Args:
+        num_spans: that the model has.
+    """
     num_layers = span.key.num_layers
     if span.key.is_last:
+        params, x, acc, randomness, layer = _random_arguments(span)
         targets = _filled(span.devices.batch_spec(span.key.targets_shape, jnp.int32))
         scale = _filled(span.devices.replicated_spec((), jnp.float32))
 
@@ -160,17 +168,29 @@ def _measure(span: Span, repetitions: int, num_temporary_bytes: int) -> LayerCos
         forward_s, backward_s = 0.0, _least_s(loss, repetitions)
         residual_bytes = 0
     else:
-        y, residuals = span.forward(params, x, randomness, layer)
-        kept = span.kept(x, residuals)
+        residual_bytes = _kept_bytes(span)
+        own_bytes = 2 * _bytes(span.params_specs) + residual_bytes
+        num_spans = min(num_spans, max(_MOST_BYTES // own_bytes, 1))
+        arguments = [_random_arguments(span) for _ in range(num_spans)]
+        accs = [acc for _, _, acc, _, _ in arguments]
+        kept: list[list[Any]] = []
+        y = arguments[0][1]
+
+        def forward() -> Any:
+            nonlocal y
+            kept.clear()
+            for params, x, _, randomness, layer in arguments:
+                y, residuals = span.forward(params, x, randomness, layer)
+                kept.append(span.kept(x, residuals))
+            return y, kept
 
         def backward() -> Any:
-            nonlocal acc
-            acc, dx = span.backward(params, kept, y, acc)
-            return acc, dx
+            for number in reversed(range(num_spans)):
+                accs[number] = span.backward(arguments[number][0], kept[number], y, accs[number])[0]
+            return accs
 
-        forward_s = _least_s(lambda: span.forward(params, x, randomness, layer), repetitions)
-        backward_s = _least_s(backward, repetitions)
-        residual_bytes = _kept_bytes(span)
+        forward_s = _least_s(forward, repetitions) / num_spans
+        backward_s = _least_s(backward, repetitions) / num_spans
     count = len(span.devices.devices)
     return LayerCost(
         num_devices=count,
