@@ -6,9 +6,9 @@ Workers of a real run are killed at random moments, spread over the whole step; 
 again before the next kill. Measured, by the clock of this machine:
 
     notice      from the kill to the record of the loss
-    recovery    from the kill to the first commit after it, less the usual time of a step: of the plan before or of the
-                plan that follows, whichever is less. The second alone would flatter: it lasts only while the new worker
-                starts on the same cores
+    regrouped   from the kill until all workers that are left train again, by the run's own record
+    recovery    from the kill to the first commit after it, less the usual time of a step of the plan that follows,
+                which is measured in a run of its own: here it lasts only while the new worker starts on the same cores
 
 Machines are shared, so medians count. The cost of fault tolerance is the ratio of the median step times of runs with
 and without it (the same plan, taking turns), less one.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import tyro
 
 from oobleck_jax import events
 from oobleck_jax.live_run import LiveRun
-from oobleck_jax.planning.plan import Plan
+from oobleck_jax.planning.plan import NodeId, Plan
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -62,8 +62,13 @@ class Kill:
 
     notice_s: float
     until_commit_s: float  # to the first commit after it
-    plans: tuple[str, str]  # before it, and that followed
+    plan: Plan  # that followed
     incident: events.Incident
+
+    @property
+    def regrouped_s(self) -> float:
+        """From the kill until all that are left train again."""
+        return self.notice_s + self.incident.seconds["total"] - self.incident.seconds.get("first_step", 0.0)
 
 
 def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
@@ -79,14 +84,15 @@ def main(arguments: Arguments) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
         flags = ["--preset", arguments.preset, "--nodes", str(arguments.nodes)]
         flags += ["--compilation-cache", str(Path(folder) / "programs")]
-        kills, usual_s, plan = _kill(arguments, Path(folder), flags)
-        recovery_s = [
-            kill.until_commit_s - min(usual_s[name] for name in kill.plans if name in usual_s) for kill in kills
-        ]
+        kills, plan = _kill(arguments, Path(folder), flags)
+        followed = {_form(kill.plan): kill.plan for kill in kills}
+        usual_s = {form: _usual_step_s(arguments, other, Path(folder), flags) for form, other in followed.items()}
+        recovery_s = [kill.until_commit_s - usual_s[_form(kill.plan)] for kill in kills]
         result: dict[str, Any] = {
             "kills": arguments.kills,
             "survived": len(kills),
             "notice_s": _quantiles([kill.notice_s for kill in kills]),
+            "regrouped_s": _quantiles([kill.regrouped_s for kill in kills]),
             "recovery_s": _quantiles(recovery_s),
             "compilations_on_path": sum(kill.incident.num_compilations for kill in kills),
             "redone_microbatches": statistics.mean(kill.incident.num_redone_microbatches for kill in kills),
@@ -94,7 +100,7 @@ def main(arguments: Arguments) -> None:
                 phase: statistics.median(kill.incident.seconds.get(phase, 0.0) for kill in kills)
                 for phase in ("plan", "compile", "copy", "fabric", "first_step", "total")
             },
-            "usual_step_s": usual_s,
+            "usual_step_s": list(usual_s.values()),
             "received_bytes": statistics.median(kill.incident.received_bytes for kill in kills),
         }
         if arguments.rounds:
@@ -106,8 +112,8 @@ def main(arguments: Arguments) -> None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[list[Kill], dict[str, float], Plan]:
-    """Return what was seen of each kill, the usual time of a step of each plan, and the first plan."""
+def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[list[Kill], Plan]:
+    """Return what was seen of each kill, and the first plan."""
     draw = random.Random(arguments.seed)
     plan = [] if arguments.plan is None else ["--plan", arguments.plan]
     run = _start(
@@ -131,13 +137,13 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
                 f"committed after {last.until_commit_s:.2f} s, {last.incident.num_compilations} compilations",
                 flush=True,
             )
-        return kills, _usual_steps(run), run.records(events.Planned)[0][1].plan
+        return kills, run.records(events.Planned)[0][1].plan
     finally:
         run.interrupt(limit_s=END_S)
 
 
 def _kill_one(run: LiveRun, node: int) -> Kill:
-    worker, generation = run.workers[node], run.records(events.Planned)[-1][1].generation
+    worker = run.workers[node]
     killed = time.time()
     os.kill(worker, signal.SIGKILL)
     since = killed - 0.001  # records have milliseconds
@@ -152,12 +158,11 @@ def _kill_one(run: LiveRun, node: int) -> Kill:
         )
 
     committed, record, incident = run.wait(f"recovery from the loss of node {node}", recovered, limit_s=LIMIT_S)
-    plans = _plans(run)
     noticed = min(when for when, _ in run.records(events.Failed, since))
     return Kill(
         notice_s=max(noticed - killed, 0.0),
         until_commit_s=committed - killed,
-        plans=(plans[generation], plans[record.generation]),
+        plan=next(item.plan for _, item in run.records(events.Planned) if item.generation == record.generation),
         incident=incident,
     )
 
@@ -175,29 +180,26 @@ def _is_whole(run: LiveRun, num_nodes: int) -> float | None:
     return statistics.median(steps_s[1:]) if is_ready else None
 
 
-def _plans(run: LiveRun) -> dict[int, str]:
-    """Return the plan of each generation, apart from which nodes it is bound to."""
-    return {
-        record.generation: json.dumps(
-            [
-                ([(s.first_layer, s.end_layer) for s in pipeline.template.stages], pipeline.num_microbatches)
-                for pipeline in record.plan.pipelines
-            ]
-        )
-        for _, record in run.records(events.Planned)
-    }
+def _form(plan: Plan) -> str:
+    """Return what is equal for plans that take equally long: all but which nodes they are bound to."""
+    return repr([(pipeline.template, pipeline.num_microbatches) for pipeline in plan.pipelines])
 
 
-def _usual_steps(run: LiveRun) -> dict[str, float]:
-    """Return the median time of the steps of each plan, without the first of each generation."""
-    plans = _plans(run)
-    steps_s: dict[str, list[float]] = {}
-    generation = None
-    for _, record in run.records(events.Committed):
-        if record.generation == generation:
-            steps_s.setdefault(plans[record.generation], []).append(record.step_time_s)
-        generation = record.generation
-    return {plan: statistics.median(times) for plan, times in steps_s.items()}
+def _usual_step_s(arguments: Arguments, plan: Plan, folder: Path, flags: Sequence[str]) -> float:
+    """Return the median time of a step of a plan that nothing happens to."""
+    numbers = {node: NodeId(number) for number, node in enumerate(sorted(plan.working_nodes))}
+    pipelines = tuple(
+        replace(pipeline, nodes=tuple(numbers[node] for node in pipeline.nodes)) for pipeline in plan.pipelines
+    )
+    run_dir = folder / f"usual-{len(list(folder.glob('usual-*')))}"
+    alone = [*flags, "--nodes", str(len(numbers)), "--plan", _plan_file(Plan(pipelines=pipelines), folder)]
+    run = _start(run_dir, [*alone, "--fault-tolerance", "0", "--steps", str(arguments.steps)])
+    try:
+        run.finish(limit_s=LIMIT_S)
+    finally:
+        run.interrupt(limit_s=END_S)
+    steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
+    return statistics.median(steps_s[arguments.steps // 4 :])
 
 
 def _plan_file(plan: Plan, folder: Path) -> str:
