@@ -53,7 +53,7 @@ def main(arguments: Arguments) -> int:
         num_nodes=arguments.nodes,
         fault_tolerance=arguments.fault_tolerance,
     )
-    slow = ",".join(f"slow:{node}@0:0.8" for node in range(arguments.nodes))  # leaves the cores to those that start
+    slow = ",".join(f"slow:{node}@0:0.5" for node in range(arguments.nodes))  # leaves the cores to those that start
     run_dir = folder / "struck"
     flags = ["--nodes", str(arguments.nodes), "--plan", arguments.plan]
     flags += ["--fault-tolerance", str(arguments.fault_tolerance), "--inject", slow]

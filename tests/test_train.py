@@ -113,8 +113,8 @@ def test_a_run_directory_in_use_is_refused(capsys: pytest.CaptureFixture[str], t
 def test_the_schedule_is_printed_instead_of_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "gpt-test", "--nodes", "3", "--plan", "0-3,3-6:5 | 0-6:3", "--print-schedule"]) == 0
     out = capsys.readouterr().out
-    assert "pipeline 0: 5 microbatches; stage 0 on node 0, stage 1 on node 1" in out
-    assert "pipeline 1: 3 microbatches; stage 0 on node 2" in out
+    assert "pipeline 0: 5 microbatches, 1f1b; stage 0 on node 0, stage 1 on node 1" in out
+    assert "pipeline 1: 3 microbatches, 1f1b; stage 0 on node 2" in out
     assert "F0" in out
     assert "B4" in out
 
