@@ -47,7 +47,7 @@ from oobleck_jax.elastic.messages import (
 from oobleck_jax.errors import Abandoned, CheckpointDamaged, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
-from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics, keep_gloo_quiet
+from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics, free_stuck_fabrics, keep_gloo_quiet
 from oobleck_jax.execution.home import Home, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.meeting import Meeting
@@ -231,12 +231,14 @@ class Worker:
 
     def _prepare_for_losses(self, begin: Begin) -> Iterator[None]:
         """Do what must not be left to the next recovery, piece by piece, in the background."""
-        free_dropped_fabrics()
+        is_free = free_dropped_fabrics()
         yield
         rank = [member.node for member in begin.members].index(self._node)
         for done, total in self._trainer.compile_ahead(begin.ahead, rank=rank, num_ranks=len(begin.members)):
             self._control.send(CompiledAhead(node=self._node, generation=begin.generation, done=done, total=total))
             yield
+        if not is_free:
+            yield from free_stuck_fabrics()
 
     def _vote(self, step: int, result: StepResult, num_new_compilations: int) -> Vote:
         assert self._begin is not None

@@ -16,13 +16,14 @@ fabric is dropped ends when its collective does (`XLA_FLAGS=--xla_cpu_collective
 what it holds is freed then.
 """
 
+import contextlib
 import gc
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -42,7 +43,11 @@ _AXIS = "member"
 # Numbers that a program adds up at once. Longer vectors are summed part by part, so that to try the program is cheap,
 # and its communicator and its memory are there before the first step: 25 MB in parts take no longer than as a whole.
 _LONGEST = 1 << 20
+_NUM_TRIES, _TRY_AGAIN_S = 20, 0.25  # to free what is stuck
 _JOIN_LIMIT_S = 0.02  # an idle channel's thread ends at once, and a stuck one not at all
+
+_leaving: list[threading.Thread] = []  # of fabrics that were dropped
+_leaving_lock = threading.Lock()
 
 
 class SumHandle(Protocol):
@@ -187,17 +192,35 @@ class GlooFabric:
         channels, self._channels = self._channels, ()
         for channel in channels:
             channel.stop()
+        with _leaving_lock:
+            _leaving.extend(channel.thread for channel in channels)
 
 
-def free_dropped_fabrics() -> None:
+def free_dropped_fabrics() -> bool:
     """Free the threads, descriptors and memory of fabrics that were dropped.
+
+    Returns:
+        False if a thread was still stuck in a collective, and held its fabric: it ends when the peer has freed its own.
 
     JAX's caches of shardings and the like refer to a client (the home's programs are compiled ahead of time and are not
     touched by clearing them), and a client and its devices refer to each other. The collection takes 100 ms in a
     process that has imported jax, and 10 ms in one that has frozen what it imported (`gc.freeze`).
     """
+    with _leaving_lock:
+        _leaving[:] = [thread for thread in _leaving if thread.is_alive()]
+        is_all = not _leaving
     jax.clear_caches()
     gc.collect()
+    return is_all
+
+
+def free_stuck_fabrics() -> Iterator[None]:
+    """Try again, piece by piece and for some seconds: a sum that was cut off hangs until the peer has freed its end."""
+    for _ in range(_NUM_TRIES):
+        time.sleep(_TRY_AGAIN_S)
+        yield
+        if free_dropped_fabrics():
+            return
 
 
 class _Channel:
@@ -209,8 +232,8 @@ class _Channel:
         self._programs: dict[tuple[Ranks, int], tuple[NamedSharding, Any]] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def warm(self, ranks: Ranks, length: int) -> "_Task":
         def get_ready() -> None:
@@ -231,12 +254,15 @@ class _Channel:
         return task
 
     def stop(self) -> None:
-        """Let the thread end after the sum that it is in."""
+        """Let the thread end after the sum that it is in; what it has not begun would hold on to the fabric."""
         self._stopped = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
         self._tasks.put(None)
 
     def join(self, limit_s: float) -> None:
-        self._thread.join(limit_s)
+        self.thread.join(limit_s)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stopped:

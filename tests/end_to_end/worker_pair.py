@@ -42,7 +42,7 @@ class Worker:
     def expect(self, kind: type) -> messages.ToCoordinator:
         """Return the next message of a kind.
 
-        What comes before is news of progress, a vote that came too late, or that the other one was told sooner to abandon.
+        What comes before is news of progress, a late vote, or that the other one was told sooner to abandon.
         """
         while True:
             message = messages.decode_to_coordinator(self._lines.readline())
