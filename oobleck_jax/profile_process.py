@@ -5,8 +5,8 @@
 The coordinator must not import jax, so it starts this once and reads what it wrote. What is compiled here, workers find
 in the cache.
 
-Where nodes share a machine, a neighbour does the same on another core meanwhile: two busy cores slow each other down,
-by some 10 % on small machines, and in a run they all are busy.
+Where nodes share a machine, a neighbour does the same on another core meanwhile: busy cores slow each other down, and
+in a run they all are busy.
 """
 
 import argparse

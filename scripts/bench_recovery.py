@@ -187,19 +187,24 @@ def _form(plan: Plan) -> str:
 
 def _usual_step_s(arguments: Arguments, plan: Plan, folder: Path, flags: Sequence[str]) -> float:
     """Return the median time of a step of a plan that nothing happens to."""
-    numbers = {node: NodeId(number) for number, node in enumerate(sorted(plan.working_nodes))}
+    numbers = {node: NodeId(number) for number, node in enumerate(plan.working_nodes)}
     pipelines = tuple(
         replace(pipeline, nodes=tuple(numbers[node] for node in pipeline.nodes)) for pipeline in plan.pipelines
     )
     run_dir = folder / f"usual-{len(list(folder.glob('usual-*')))}"
     alone = [*flags, "--nodes", str(len(numbers)), "--plan", _plan_file(Plan(pipelines=pipelines), folder)]
-    run = _start(run_dir, [*alone, "--fault-tolerance", "0", "--steps", str(arguments.steps)])
+    return statistics.median(_undisturbed_steps_s(arguments, run_dir, [*alone, "--fault-tolerance", "0"]))
+
+
+def _undisturbed_steps_s(arguments: Arguments, run_dir: Path, flags: Sequence[str]) -> list[float]:
+    """Return the times of the steps of a run that nothing happens to, without the first quarter."""
+    run = _start(run_dir, [*flags, "--steps", str(arguments.steps)])
     try:
         run.finish(limit_s=LIMIT_S)
     finally:
         run.interrupt(limit_s=END_S)
     steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
-    return statistics.median(steps_s[arguments.steps // 4 :])
+    return steps_s[arguments.steps // 4 :]
 
 
 def _plan_file(plan: Plan, folder: Path) -> str:
@@ -214,13 +219,8 @@ def _cost(arguments: Arguments, folder: Path, flags: Sequence[str]) -> float:
     for number in range(arguments.rounds):
         for tolerance in ("0", "1") if number % 2 else ("1", "0"):
             run_dir = folder / f"tolerance-{tolerance}-{number}"
-            run = _start(run_dir, [*flags, "--fault-tolerance", tolerance, "--steps", str(arguments.steps)])
-            try:
-                run.finish(limit_s=LIMIT_S)
-            finally:
-                run.interrupt(limit_s=END_S)
-            steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
-            times[tolerance] += steps_s[arguments.steps // 4 :]
+            steps_s = _undisturbed_steps_s(arguments, run_dir, [*flags, "--fault-tolerance", tolerance])
+            times[tolerance] += steps_s
             print(f"fault tolerance {tolerance}: {statistics.median(steps_s):.3f} s per step", flush=True)
     return statistics.median(times["1"]) / statistics.median(times["0"]) - 1
 

@@ -14,7 +14,6 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,10 +158,5 @@ def compare(arguments: Arguments, device: str) -> dict[str, Any]:
     }
 
 
-def parse(argv: Sequence[str]) -> Arguments:
-    """Read the flags."""
-    return tyro.cli(Arguments, args=argv, description=(__doc__ or "").partition("\n")[0])
-
-
 if __name__ == "__main__":
-    sys.exit(main(parse(sys.argv[1:])))
+    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -70,10 +70,10 @@ class GradientSums:
         while self._waiting and self._has_all(self._waiting[0]):
             bucket = self._waiting.popleft()
             found = _BucketSum(bucket, [self._rows.pop(name) for name in bucket.groups])
-            if len(bucket.holders) > 1 and self._size(bucket):
+            if bucket.is_shared:
                 assert self._fabric is not None, "a bucket with several holders needs a fabric"
                 ranks = tuple(self._ranks[holder] for holder in bucket.holders)
-                found.handle = self._fabric.sum(ranks, self._size(bucket), found.contribution)
+                found.handle = self._fabric.sum(ranks, bucket.size, found.contribution)
             self._begun.append(found)
 
     def finish(
@@ -105,9 +105,6 @@ class GradientSums:
 
     def _has_all(self, bucket: Bucket) -> bool:
         return all(len(self._rows.get(name, ())) == self._num_rows[name] for name in bucket.groups)
-
-    def _size(self, bucket: Bucket) -> int:
-        return sum(self._sizes[name] for name in bucket.groups)
 
 
 class _BucketSum:

@@ -87,6 +87,12 @@ class Bucket:
 
     groups: tuple[str, ...]
     holders: tuple[NodeId, ...]  # ascending
+    size: int  # parameters
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anything to sum over nodes."""
+        return len(self.holders) > 1 and self.size > 0
 
 
 def own_group(layer: int) -> str:
@@ -184,7 +190,10 @@ def buckets_of(groups: Sequence[Group], sizes: Mapping[str, int], plan: Plan) ->
     found = [(holders, members) for holders, all_of in by_holders.items() for members in _large(all_of, sizes)]
     # A bucket is complete when backward has come to its first layer.
     found.sort(key=lambda item: (-item[1][-1].layers[0], item[0]))
-    return tuple(Bucket(groups=tuple(group.name for group in members), holders=holders) for holders, members in found)
+    return tuple(
+        Bucket(groups=tuple(group.name for group in members), holders=holders, size=_size(members, sizes))
+        for holders, members in found
+    )
 
 
 def _large(groups: Sequence[Group], sizes: Mapping[str, int]) -> list[list[Group]]:
@@ -194,12 +203,16 @@ def _large(groups: Sequence[Group], sizes: Mapping[str, int]) -> list[list[Group
     """
     runs: list[list[Group]] = [[]]
     for group in groups:
-        if sum(sizes[member.name] for member in runs[-1]) >= _BUCKET_SIZE:
+        if _size(runs[-1], sizes) >= _BUCKET_SIZE:
             runs.append([])
         runs[-1].append(group)
-    if len(runs) > 1 and sum(sizes[member.name] for member in runs[-1]) < _BUCKET_SIZE:
+    if len(runs) > 1 and _size(runs[-1], sizes) < _BUCKET_SIZE:
         runs[-2:] = [runs[-2] + runs[-1]]
     return runs
+
+
+def _size(groups: Sequence[Group], sizes: Mapping[str, int]) -> int:
+    return sum(sizes[group.name] for group in groups)
 
 
 def _holders(group: Group, plan: Plan) -> tuple[NodeId, ...]:

@@ -303,12 +303,9 @@ class NodeTrainer:
     def fabric_sums(self, generation: Generation) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Return (ranks, length) of every sum that the nodes of a generation ask the fabric for, in one order."""
         return tuple(
-            (
-                tuple(generation.ranks[holder] for holder in bucket.holders),
-                sum(self._builder.sizes[name] for name in bucket.groups),
-            )
+            (tuple(generation.ranks[holder] for holder in bucket.holders), bucket.size)
             for bucket in buckets_of(self._groups, self._builder.sizes, generation.plan)
-            if len(bucket.holders) > 1 and any(self._builder.sizes[name] for name in bucket.groups)
+            if bucket.is_shared
         )
 
     # -- a step

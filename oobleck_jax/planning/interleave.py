@@ -10,6 +10,9 @@ from oobleck_jax.planning.costs import NEVER, Costs, Ints
 from oobleck_jax.planning.plan import Stage, Template
 
 
+NUM_CHUNKS = (2, 3, 4)  # stages on each set of devices: the more, the smaller the bubble, and the more is on its way
+
+
 def interleave(template: Template, num_chunks: int, costs: Costs) -> Template | None:
     """Return a template in which each stage's devices have `num_chunks` stages; None where there are too few layers.
 
@@ -89,6 +92,3 @@ def stages_of_interleaved(template: Template, costs: Costs) -> tuple[Stage, ...]
     """Return the stages of all interleaved forms of a template that pipelines may take."""
     forms = (interleave(template, num_chunks, costs) for num_chunks in NUM_CHUNKS)
     return tuple(stage for form in forms if form is not None for stage in form.stages)
-
-
-NUM_CHUNKS = (2, 3, 4)  # stages on each set of devices: the more, the smaller the bubble, and the more is on its way

@@ -44,10 +44,10 @@ def row(group: str, value: float) -> np.ndarray:
 def test_a_sum_begins_when_its_bucket_is_complete_and_those_before_it_have_begun() -> None:
     both, alone = NODES[:2], NODES[:1]
     buckets = (
-        Bucket(groups=("layer-002",), holders=both),
-        Bucket(groups=("layer-001",), holders=alone),
-        Bucket(groups=("layer-000", "tied"), holders=both),
-        Bucket(groups=("elsewhere",), holders=NODES[2:]),
+        Bucket(groups=("layer-002",), holders=both, size=4),
+        Bucket(groups=("layer-001",), holders=alone, size=4),
+        Bucket(groups=("layer-000", "tied"), holders=both, size=8),
+        Bucket(groups=("elsewhere",), holders=NODES[2:], size=4),
     )
     fabric = Echo()
     sums = GradientSums(
