@@ -23,6 +23,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -46,8 +47,8 @@ _LONGEST = 1 << 20
 _NUM_TRIES, _TRY_AGAIN_S = 20, 0.25  # to free what is stuck
 _JOIN_LIMIT_S = 0.02  # an idle channel's thread ends at once, and a stuck one not at all
 
-_leaving: list[threading.Thread] = []  # of fabrics that were dropped
-_leaving_lock = threading.Lock()
+_dropped: list["weakref.ref[Any]"] = []  # clients of fabrics that were dropped
+_dropped_lock = threading.Lock()
 
 
 class SumHandle(Protocol):
@@ -112,6 +113,7 @@ class GlooFabric:
     def __init__(self, *, coordination: CoordinationClient, client: Any, rank: int, channels: int) -> None:
         """Take over a connected client; use `connect`."""
         self._coordination: CoordinationClient | None = coordination
+        self._client = weakref.ref(client)
         self._rank = rank
         devices: dict[int, list[jax.Device]] = {}
         for device in sorted(client.devices(), key=lambda device: device.id):
@@ -192,30 +194,30 @@ class GlooFabric:
         channels, self._channels = self._channels, ()
         for channel in channels:
             channel.stop()
-        with _leaving_lock:
-            _leaving.extend(channel.thread for channel in channels)
+        with _dropped_lock:
+            _dropped.append(self._client)
 
 
 def free_dropped_fabrics() -> bool:
     """Free the threads, descriptors and memory of fabrics that were dropped.
 
     Returns:
-        False if a thread was still stuck in a collective, and held its fabric: it ends when the peer has freed its own.
+        False if something still holds one: a thread that is stuck in a collective, until the peer has freed its own
+        fabric; or another thread was collecting just now.
 
     JAX's caches of shardings and the like refer to a client (the home's programs are compiled ahead of time and are not
     touched by clearing them), and a client and its devices refer to each other. The collection takes 100 ms in a
     process that has imported jax, and 10 ms in one that has frozen what it imported (`gc.freeze`).
     """
-    with _leaving_lock:
-        _leaving[:] = [thread for thread in _leaving if thread.is_alive()]
-        is_all = not _leaving
     jax.clear_caches()
     gc.collect()
-    return is_all
+    with _dropped_lock:
+        _dropped[:] = [client for client in _dropped if client() is not None]
+        return not _dropped
 
 
 def free_stuck_fabrics() -> Iterator[None]:
-    """Try again, piece by piece and for some seconds: a sum that was cut off hangs until the peer has freed its end."""
+    """Try again, piece by piece and for some seconds."""
     for _ in range(_NUM_TRIES):
         time.sleep(_TRY_AGAIN_S)
         yield
@@ -232,8 +234,8 @@ class _Channel:
         self._programs: dict[tuple[Ranks, int], tuple[NamedSharding, Any]] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stopped = False
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def warm(self, ranks: Ranks, length: int) -> "_Task":
         def get_ready() -> None:
@@ -262,7 +264,7 @@ class _Channel:
         self._tasks.put(None)
 
     def join(self, limit_s: float) -> None:
-        self.thread.join(limit_s)
+        self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stopped:

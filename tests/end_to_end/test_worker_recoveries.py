@@ -1,7 +1,9 @@
 """Workers that go through many generations: nothing is compiled on the way, and nothing is left behind."""
 
 import re
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,11 @@ pytestmark = [pytest.mark.process, pytest.mark.jax_version]
 
 # Alternately a pipeline over both, and a whole replica on each: states are copied, and sums made, in each change.
 PLANS = (plan_of(([3, 3], 8)), plan_of(([6], 4), ([6], 4)))
-THREADS_OF_A_FABRIC = 12
+SPARE = {
+    "threads": 2,
+    "files": 4,
+}  # a thread pool may grow, and a link is made when it is needed; a fabric has 10 threads
+FREE_LIMIT_S = 8.0  # workers try for five seconds to free what is stuck
 AHEAD = tuple(Stage(first_layer=first, end_layer=end) for first, end in ((0, 3), (3, 6), (0, 6)))
 
 
@@ -62,27 +68,49 @@ def test_a_node_that_comes_later_compiles_nothing_when_it_is_taken_in(pair: Pair
     assert pair.workers[1].prepared[0].received_bytes > 0
 
 
-def settled_usage(pair: Pair) -> list[dict[str, int]]:
-    """Go through a generation in which workers have the time to free what was dropped before; return what they use."""
-    pair.run(PLANS[0], ahead=AHEAD, abandon=False)
-    for worker in pair.workers:
-        while (told := worker.expect(messages.CompiledAhead)) and told.done < told.total:
-            pass
-    usages = [worker.usage() for worker in pair.workers]
-    pair.abandon()
-    return usages
-
-
 def check_usage(pair: Pair, count: int) -> None:
     """Go through many generations; compare what the workers use with what they used before."""
     before = settled_usage(pair)
     go_through(pair, count - 1)
-    after = settled_usage(pair)
-    for old, new in zip(before, after, strict=True):
-        # One fabric may be left over whose sum was cut off: it is freed in the next generation.
-        assert new["threads"] <= old["threads"] + THREADS_OF_A_FABRIC, (old, new)
-        assert new["files"] <= old["files"] + 8, (old, new)  # sockets are closed by threads that may not have run yet
-        assert new["bytes"] <= old["bytes"] * 1.05, (old, new)
+    assert_usage(pair, before)
+
+
+def settled_usage(pair: Pair) -> list[dict[str, int]]:
+    """Go through a generation in which workers have the time to free what was dropped before; return what they use."""
+    with quiet_generation(pair):
+        time.sleep(FREE_LIMIT_S)  # nothing tells when it is done
+        return [worker.usage() for worker in pair.workers]
+
+
+def assert_usage(pair: Pair, before: list[dict[str, int]]) -> None:
+    """Await, in a generation that nothing happens to, that the workers use what they used before.
+
+    A sum that was cut off hangs, and holds its fabric, until the other node has freed its end in this generation.
+    """
+    with quiet_generation(pair):
+        deadline_s = time.monotonic() + FREE_LIMIT_S
+        while True:
+            after = [worker.usage() for worker in pair.workers]
+            used = list(zip(before, after, strict=True))
+            if all(new[kind] <= old[kind] + spare for kind, spare in SPARE.items() for old, new in used):
+                break
+            assert time.monotonic() < deadline_s, used
+            time.sleep(0.1)
+        for old, new in used:
+            assert new["bytes"] <= old["bytes"] * 1.05, (old, new)
+
+
+@contextmanager
+def quiet_generation(pair: Pair) -> Iterator[None]:
+    """Run a step and compile ahead; abandon the generation in the end."""
+    pair.run(PLANS[0], ahead=AHEAD, abandon=False)
+    for worker in pair.workers:
+        while (told := worker.expect(messages.CompiledAhead)) and told.done < told.total:
+            pass
+    try:
+        yield
+    finally:
+        pair.abandon()
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
