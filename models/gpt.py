@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 24  # float32 numbers, 64 MiB; more are computed chunk by chunk (cross_entropy.py)
 
+# Of a block: columns of what reads the stream and rows of what writes to it (Megatron-LM, section 3).
+TENSOR_DIMS = (
+    ("qkv.kernel", 1),
+    ("qkv.bias", 0),
+    ("attention_out.kernel", 0),
+    ("mlp_in.kernel", 1),
+    ("mlp_in.bias", 0),
+    ("mlp_out.kernel", 0),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptConfig:
@@ -82,7 +92,10 @@ class GptConfig:
         return LayeredModel(
             layers=(
                 Layer(kind="embedding", create=lambda rngs: embedding(rngs=rngs), tied=tied),
-                *(Layer(kind="block", create=lambda rngs: block(rngs=rngs)) for _ in range(self.num_blocks)),
+                *(
+                    Layer(kind="block", create=lambda rngs: block(rngs=rngs), tensor_dims=TENSOR_DIMS)
+                    for _ in range(self.num_blocks)
+                ),
                 Layer(kind="head", create=lambda rngs: head(rngs=rngs), tied=tied),
             ),
             vocab_size=self.vocab_size,

@@ -94,6 +94,7 @@ class RunConfig:
     fault_tolerance: int = 0  # f: losses of nodes that must be survivable at once; needs f+1 pipelines
     precision: Precision = Precision.FLOAT32  # of computation and state; mixed: bfloat16 computes, float32 is kept
     schedule: ScheduleKind = ScheduleKind.AUTO  # order of a pipeline's work; auto: 1f1b, or what is clearly faster
+    tensor_parallel: bool = False  # devices of a stage share out its products, not the samples of a microbatch
     remat: Remat = Remat.LAYER  # what the forward pass keeps for the backward pass; auto: as much as fits
 
     @property
@@ -135,10 +136,11 @@ def check_config(config: RunConfig) -> None:
             f"--global-batch-size {config.global_batch_size} is not a multiple of --microbatch-size "
             f"{config.microbatch_size}; change one of them"
         )
-    if config.microbatch_size % config.devices_per_node and config.devices_per_node % config.microbatch_size:
+    is_uneven = config.microbatch_size % config.devices_per_node and config.devices_per_node % config.microbatch_size
+    if is_uneven and not config.tensor_parallel:
         raise ConfigError(
             f"--microbatch-size {config.microbatch_size} cannot be shared by --devices-per-node "
-            f"{config.devices_per_node}; make one a multiple of the other"
+            f"{config.devices_per_node}; make one a multiple of the other, or give --tensor-parallel"
         )
     if config.num_microbatches < config.fault_tolerance + 1:
         raise ConfigError(

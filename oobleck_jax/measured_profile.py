@@ -114,7 +114,7 @@ class Profiler:
         described = {
             "model": [type(config.model).__qualname__, msgspec.to_builtins(config.model), _source_digest(preset)],
             "microbatch": [config.microbatch_size, config.sequence_length, config.precision, config.remat],
-            "devices": [config.devices_per_node, device_kind(), self.place.num_threads],
+            "devices": [config.devices_per_node, config.tensor_parallel, device_kind(), self.place.num_threads],
             "environment": [os.environ.get(name, "") for name in ("JAX_PLATFORMS", "XLA_FLAGS")],
             "versions": dict(self.versions),
         }
@@ -165,14 +165,13 @@ def read_profile(path: Path, config: RunConfig) -> Profile:
         raise PlanError(f"--profile {path}: {error.strerror}") from None
     except PlanError as error:
         raise PlanError(f"--profile {path} is {error}") from None
-    found = (profile.num_layers, profile.microbatch_size, profile.precision, profile.remat)
-    if found != (config.model.num_layers, config.microbatch_size, config.precision, config.remat):
-        raise PlanError(
-            f"--profile {path} is of {profile.num_layers} layers, microbatches of {profile.microbatch_size}, precision "
-            f"{profile.precision} and remat {profile.remat}, but the run has {config.model.num_layers} layers, "
-            f"microbatches of {config.microbatch_size}, precision {config.precision} and remat {config.remat}; profile "
-            "again"
-        )
+    found, wanted = (
+        f"{of.num_layers} layers, microbatches of {costs.microbatch_size}, precision {costs.precision} and remat "
+        f"{costs.remat}{', tensor parallel' if costs.tensor_parallel else ''}"
+        for of, costs in ((profile, profile), (config.model, config))
+    )
+    if found != wanted:
+        raise PlanError(f"--profile {path} is of {found}, but the run has {wanted}; profile again")
     return profile
 
 

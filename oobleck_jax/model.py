@@ -29,11 +29,14 @@ class Layer:
         kind: layers of equal kind have equal structure, and differ only in the values of their parameters.
         create: makes the module; all its randomness comes from `rngs`.
         tied: pairs (attribute of the module, name of the tied group). Groups are named once for the whole model.
+        tensor_dims: pairs (own parameter, as "mlp_in.kernel"; dim that the devices of a stage share out among them
+            under `--tensor-parallel`). XLA finds the sums that this takes. What is not named is gathered instead.
     """
 
     kind: str
     create: Callable[[nnx.Rngs], nnx.Module]
     tied: tuple[tuple[str, str], ...] = ()
+    tensor_dims: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +54,8 @@ class LayeredModel:
     vocab_size: int
     max_sequence_length: int
     is_stochastic: bool = False
+
+    @property
+    def tensor_dims(self) -> dict[str, int]:
+        """The `tensor_dims` of all kinds of layers together."""
+        return {name: dim for layer in self.layers for name, dim in layer.tensor_dims}

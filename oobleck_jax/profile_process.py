@@ -16,11 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
-
 from models.presets import config_from_json
 from oobleck_jax.elastic.child import child_command
-from oobleck_jax.execution.home import Home, use_compilation_cache
+from oobleck_jax.execution.home import home_of, use_compilation_cache
 from oobleck_jax.execution.profiler import measure_profile
 from oobleck_jax.execution.rates import measure_rates
 from oobleck_jax.launch import available_cores
@@ -39,7 +37,7 @@ def main() -> None:
     if arguments.compilation_cache is not None:
         arguments.compilation_cache.mkdir(parents=True, exist_ok=True)
         use_compilation_cache(arguments.compilation_cache)
-    home = Home(jax.local_devices()[: config.devices_per_node], shared_cache=arguments.compilation_cache)
+    home = home_of(config, config.model.build(), shared_cache=arguments.compilation_cache)
 
     def measure(link: Rate, sum_rate: Rate, progress: Callable[[str, int, int], None]) -> Profile:
         return measure_profile(config, home=home, link=link, sum_rate=sum_rate, progress=progress)

@@ -243,6 +243,7 @@ def estimated_profile(config: RunConfig) -> Profile:
         precision=config.precision,
         remat=config.remat,
         devices_per_node=config.devices_per_node,
+        tensor_parallel=config.tensor_parallel,
     )
 
 

@@ -29,6 +29,8 @@ class Target(Protocol):
     @property
     def devices_per_node(self) -> int | None: ...
     @property
+    def tensor_parallel(self) -> bool | None: ...
+    @property
     def microbatch_size(self) -> int | None: ...
     @property
     def global_batch_size(self) -> int | None: ...
@@ -50,7 +52,7 @@ class Target(Protocol):
 
 def config_of(target: Target) -> RunConfig:
     """Return the preset with the flags that were given."""
-    names = ("nodes", "fault_tolerance", "devices_per_node", "microbatch_size", "global_batch_size")
+    names = ("nodes", "fault_tolerance", "devices_per_node", "tensor_parallel", "microbatch_size", "global_batch_size")
     given = {name: value for name in names if (value := getattr(target, name)) is not None}
     config = dataclasses.replace(load_preset(target.preset), **given)
     if target.remat is not None:
@@ -101,6 +103,7 @@ def _profile_with(target: Target, config: RunConfig, device: Device | None) -> P
         remat=config.remat,
         rates=rates,
         devices_per_node=config.devices_per_node,
+        tensor_parallel=config.tensor_parallel,
     )
 
 

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import jax
-
 from models.presets import config_from_json
 from oobleck_jax.config import RunConfig
 from oobleck_jax.control import Control, SocketControl, receive_or_abandon
@@ -48,7 +46,7 @@ from oobleck_jax.errors import Abandoned, CheckpointDamaged, PeerLost, Stalled, 
 from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics, free_stuck_fabrics, keep_gloo_quiet
-from oobleck_jax.execution.home import Home, use_compilation_cache
+from oobleck_jax.execution.home import home_of, use_compilation_cache
 from oobleck_jax.execution.link import TransferLink
 from oobleck_jax.execution.meeting import Meeting
 from oobleck_jax.execution.node import Generation, NodeTrainer, StepResult
@@ -343,14 +341,15 @@ def main() -> None:
 
 def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.Namespace) -> Worker:
     _, config = config_from_json(welcome.config_json)
-    devices = jax.local_devices()[: config.devices_per_node]
+    model = config.model.build()
     link = TransferLink(host=arguments.host)
     injector = WorkerInjector(welcome.faults, incarnation=arguments.incarnation)
+    home = home_of(config, model, shared_cache=arguments.compilation_cache)
     trainer = NodeTrainer(
         config=config,
-        model=config.model.build(),
+        model=model,
         dataset=TokenDataset.open(config),
-        home=Home(devices, shared_cache=arguments.compilation_cache),
+        home=home,
         link=link,
         at_moment=injector,
         recorder=make_recorder(arguments.trace, welcome.node, arguments.incarnation),
@@ -364,8 +363,8 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
             node=welcome.node,
             incarnation=arguments.incarnation,
             link_address=link.address,
-            num_devices=len(devices),
-            device_kind=devices[0].device_kind,
+            num_devices=len(home.devices),
+            device_kind=home.devices[0].device_kind,
         )
     )
 

@@ -16,6 +16,7 @@ _MAY_DIFFER = {
     "fault_tolerance": "the plan is made anew",
     "microbatch_size": "losses change by less than 1e-6 relative: gradients are sums over tokens, dropout is by sample",
     "remat": "the same numbers, computed once or twice",
+    "tensor_parallel": "losses change by less than 1e-6 relative: sums over the width are made in parts",
     "schedule": "the same numbers, in another order",
     "steps": "the next steps are the same samples; the learning rate is on its way to another last step",
     "init_from": "the parameters are those of the checkpoint",

@@ -8,15 +8,22 @@ import fcntl
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
+from oobleck_jax.config import RunConfig
+from oobleck_jax.errors import ConfigError
+from oobleck_jax.model import LayeredModel
+
+
+TensorDims: TypeAlias = Mapping[str, int]
+"""The dim of each parameter that devices share out among them, as `Layer.tensor_dims`."""
 
 _TURN_LIMIT_S = 120.0
 
@@ -37,6 +44,7 @@ class Home:
         *,
         shared_cache: Path | None = None,
         compiler_options: Mapping[str, str | bool] | None = None,
+        tensor_dims: TensorDims | None = None,
     ) -> None:
         """Take the devices.
 
@@ -44,16 +52,22 @@ class Home:
             shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
                 that need the same program at the same time, one compiles it and the others read it.
             compiler_options: for XLA, besides those of XLA_FLAGS.
+            tensor_dims: of the model, if the devices of a stage are to be tensor parallel.
         """
         self.devices = tuple(devices)
         self._shared_cache = shared_cache
         self._compiler_options = dict(compiler_options or {})
+        self._tensor_dims = tensor_dims
         self.num_compilations = 0
         self.compile_s = 0.0
         self.spans: dict[Any, Any] = {}
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.Lock()  # of the dicts and counts; never held while anything is compiled
         self._compiling: dict[Hashable, threading.Lock] = {}
+
+    def stage_devices(self, numbers: Iterable[int]) -> "StageDevices":
+        """Return the devices with these numbers, as those of one stage."""
+        return StageDevices([self.devices[number] for number in numbers], tensor_dims=self._tensor_dims)
 
     def compiled(
         self,
@@ -112,6 +126,25 @@ class Home:
             yield
 
 
+def home_of(config: RunConfig, model: LayeredModel, *, shared_cache: Path | None) -> Home:
+    """Return the home of a process that does the work of a node.
+
+    Raises:
+        ConfigError: the devices are to be tensor parallel, but the model does not say how.
+    """
+    if config.tensor_parallel and not model.tensor_dims:
+        kinds = ", ".join(dict.fromkeys(layer.kind for layer in model.layers))
+        raise ConfigError(
+            "--tensor-parallel needs a model that says which parameters can be shared out (Layer.tensor_dims), but "
+            f"none of its kinds of layers ({kinds}) does; run without it"
+        )
+    return Home(
+        jax.local_devices()[: config.devices_per_node],
+        shared_cache=shared_cache,
+        tensor_dims=model.tensor_dims if config.tensor_parallel else None,
+    )
+
+
 def use_compilation_cache(folder: Path) -> None:
     """Let JAX keep every program that it compiles in a folder, and look there first."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +164,15 @@ def _try_lock(descriptor: int) -> bool:
 class StageDevices:
     """The devices of one stage, and how arrays lie on them.
 
-    Parameters are sharded over their largest dimension that the device count divides (fully sharded data parallel);
-    activations and tokens over the batch. With one device nothing is sharded.
+    Parameters are sharded over their largest dim that the device count divides, activations and tokens over the batch
+    (fully sharded data parallel). Tensor parallel, every device has the whole batch, and parameters are sharded over
+    the dims that the model names; what it does not name is sharded as above. One device has everything whole.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], *, tensor_dims: TensorDims | None = None) -> None:
         self.devices = tuple(devices)
         self._mesh = Mesh(np.array(self.devices), ("shard",)) if len(self.devices) > 1 else None
+        self._tensor_dims = tensor_dims
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -148,18 +183,27 @@ class StageDevices:
     def replicated(self) -> jax.sharding.Sharding:
         return self._sharding(P())
 
+    def num_batch_shards(self, batch_size: int, num_devices: int) -> int:
+        """Return into how many parts `num_devices` devices of a stage of this run share a batch."""
+        return 1 if self._tensor_dims is not None or batch_size % num_devices else num_devices
+
     def of_batch(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         """Return the sharding of an array whose first dim is the batch."""
-        divides = bool(shape) and shape[0] % len(self.devices) == 0
-        return self._sharding(P("shard") if divides else P())
+        is_shared = bool(shape) and self.num_batch_shards(shape[0], len(self.devices)) > 1
+        return self._sharding(P("shard") if is_shared else P())
 
-    def of_parameter(self, shape: tuple[int, ...], *, num_stacked_dims: int) -> jax.sharding.Sharding:
-        """Return the sharding of a parameter; the first `num_stacked_dims` dims are layers and stay whole."""
+    def shardings_of_parameters(self, tree: Any, *, num_stacked_dims: int) -> Any:
+        """Return the shardings of parameters or of what goes with them; the first dims are layers and stay whole."""
+        return jax.tree.map_with_path(lambda path, leaf: self._of_parameter(path, leaf.shape, num_stacked_dims), tree)
+
+    def _of_parameter(self, path: Any, shape: tuple[int, ...], num_stacked_dims: int) -> jax.sharding.Sharding:
         candidates = [dim for dim in range(num_stacked_dims, len(shape)) if shape[dim] % len(self.devices) == 0]
         if not candidates:
             return self._sharding(P())
         largest = max(candidates, key=lambda dim: (shape[dim], -dim))
-        return self._sharding(P(*[None] * largest, "shard"))
+        name = ".".join(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
+        dim = num_stacked_dims + (self._tensor_dims or {}).get(name, largest - num_stacked_dims)
+        return self._sharding(P(*[None] * (dim if dim in candidates else largest), "shard"))
 
     def batch_spec(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.of_batch(shape))
@@ -170,10 +214,9 @@ class StageDevices:
     def parameter_specs(self, tree: Any, *, num_stacked_dims: int) -> Any:
         """Add shardings to a pytree of shapes."""
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=self.of_parameter(leaf.shape, num_stacked_dims=num_stacked_dims)
-            ),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             tree,
+            self.shardings_of_parameters(tree, num_stacked_dims=num_stacked_dims),
         )
 
     def _sharding(self, spec: P) -> jax.sharding.Sharding:

@@ -149,9 +149,9 @@ def shards_of(array: jax.Array) -> list[jax.Array]:
     return [distinct[start] for start in sorted(distinct)]
 
 
-def _shard_specs(whole: jax.ShapeDtypeStruct, num_shards: int, devices: StageDevices) -> list[jax.ShapeDtypeStruct]:
-    """Return specs of the shards that a producer with `num_shards` devices offers, spread over the own devices."""
-    num_shards = num_shards if whole.shape[0] % num_shards == 0 else 1
+def _shard_specs(whole: jax.ShapeDtypeStruct, num_devices: int, devices: StageDevices) -> list[jax.ShapeDtypeStruct]:
+    """Return specs of the shards that a producer with `num_devices` devices offers, spread over the own devices."""
+    num_shards = devices.num_batch_shards(whole.shape[0], num_devices)
     shape = (whole.shape[0] // num_shards, *whole.shape[1:])
     return [
         jax.ShapeDtypeStruct(
@@ -164,8 +164,8 @@ def _shard_specs(whole: jax.ShapeDtypeStruct, num_shards: int, devices: StageDev
 def _assemble(shards: list[jax.Array], whole: jax.ShapeDtypeStruct, devices: StageDevices) -> jax.Array:
     """Return the array that the shards make up, as the own devices need it."""
     sharding = devices.of_batch(whole.shape)
+    if len(shards) == 1:
+        return shards[0] if len(devices.devices) == 1 else jax.device_put(shards[0], sharding)
     if len(shards) == len(devices.devices):
-        if len(shards) == 1:
-            return shards[0]
         return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
     return jax.device_put(np.concatenate([np.asarray(shard) for shard in shards]), sharding)

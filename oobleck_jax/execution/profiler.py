@@ -4,6 +4,7 @@ Each kind of layer is looked at once, since layers of equal kind cost the same. 
 stage; estimating lowers the same mathematics with shapes only, so that a model of any size can be profiled on a laptop.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.estimate import DeviceRates, adamw_state, update_s_per_byte
+from oobleck_jax.planning.estimate import DeviceRates, adamw_state, exchange_s, update_s_per_byte
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
@@ -64,7 +65,7 @@ def measure_profile(
     for done, kind in enumerate(kinds):
         for place, count in enumerate(device_counts):
             progress(kind, done * len(device_counts) + place, len(kinds) * len(device_counts))
-            devices = StageDevices(home.devices[:count])
+            devices = home.stage_devices(range(count))
             span = _span(config, model, functions, kind, x_specs[kind], home, devices)
             num_spans = -(-sum(layer.kind == kind for layer in model.layers) // span.key.num_layers)
             costs[kind].append(_measure(span, num_spans, repetitions, _temporary_bytes(config, model, functions, span)))
@@ -88,14 +89,14 @@ def measure_profile(
 def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Home | None = None) -> Profile:
     """Return a profile from XLA's own counts of operations and bytes; nothing is allocated or run.
 
-    A program takes as long as its operations or its memory traffic, whichever is longer (roofline). With several
-    devices the work is shared, and parameters are gathered once forward and twice backward.
+    A program takes as long as its operations or its memory traffic, whichever is longer (roofline). Several devices
+    share the work, and exchange numbers as `exchange_s` says; tensor parallel, each keeps everything (an upper bound).
 
     Args:
         home: where programs that it has need not be compiled again; they are compiled for its first device.
     """
     home = home or Home(jax.local_devices(backend="cpu")[:1])
-    devices = StageDevices(home.devices[:1])
+    devices = home.stage_devices(range(1))
     model = config.model.build()
     functions = functions_of(model, config.precision)
     x_specs = _inputs(config, model, functions)
@@ -109,25 +110,28 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
         together = _span(config, model, functions, kind, x_spec, home, devices)
         temporary = _temporary_bytes(config, model, functions, together)
         parameter_bytes = _bytes(span.params_specs)
-        kept = _kept_bytes(span)
+        kept = 0 if span.key.is_last else _bytes(span.kept_shapes)
         outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
 
         def seconds(work: _Work, count: int) -> float:
             return max(work.flops / rates.flops_per_s, work.memory_bytes / rates.memory_bytes_per_s) / count
 
-        def gather_s(count: int, num_bytes: int) -> float:
-            return num_bytes * (count - 1) / count / rates.node_bytes_per_s
-
-        costs[kind] = tuple(
-            LayerCost(
-                num_devices=count,
-                forward_s=seconds(forward, count) + gather_s(count, parameter_bytes),
-                backward_s=seconds(backward, count) + gather_s(count, 2 * parameter_bytes),
-                residual_bytes=-(-kept // count),
-                temporary_bytes=-(-temporary // count) + (parameter_bytes if count > 1 else 0),
+        found: list[LayerCost] = []
+        for count in device_counts:
+            num_shares = 1 if config.tensor_parallel else count
+            forward_exchange_s, backward_exchange_s = exchange_s(
+                count, parameter_bytes, outputs[kind], rates, tensor_parallel=config.tensor_parallel
             )
-            for count in device_counts
-        )
+            found.append(
+                LayerCost(
+                    num_devices=count,
+                    forward_s=seconds(forward, count) + forward_exchange_s,
+                    backward_s=seconds(backward, count) + backward_exchange_s,
+                    residual_bytes=-(-kept // num_shares),
+                    temporary_bytes=-(-temporary // num_shares) + (parameter_bytes if count > 1 else 0),
+                )
+            )
+        costs[kind] = tuple(found)
     return _profile(
         config,
         model,
@@ -168,8 +172,9 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
         forward_s, backward_s = 0.0, _least_s(loss, repetitions)
         residual_bytes = 0
     else:
-        residual_bytes = _kept_bytes(span)
-        own_bytes = 2 * _bytes(span.params_specs) + residual_bytes
+        shardings = span.kept(span.x_spec.sharding, list(span.forward.output_shardings[1]))
+        residual_bytes = sum(map(_device_bytes, span.kept_shapes, shardings))
+        own_bytes = 2 * _bytes(span.params_specs) + residual_bytes * len(span.devices.devices)
         num_spans = min(num_spans, max(_MOST_BYTES // own_bytes, 1))
         arguments = [_random_arguments(span) for _ in range(num_spans)]
         accs = [acc for _, _, acc, _, _ in arguments]
@@ -196,7 +201,7 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
         num_devices=count,
         forward_s=forward_s / num_layers,
         backward_s=backward_s / num_layers,
-        residual_bytes=-(-residual_bytes // (num_layers * count)),
+        residual_bytes=-(-residual_bytes // num_layers),
         temporary_bytes=num_temporary_bytes,
     )
 
@@ -233,7 +238,7 @@ def _measure_update(
     """
     sizes = [num_elements(functions[layer.kind].own_shapes) for layer in model.layers]
     kind = model.layers[sizes.index(max(sizes))].kind
-    devices = StageDevices(home.devices[:1])
+    devices = home.stage_devices(range(1))
     span = _span(config, model, functions, kind, x_specs[kind], home, devices)
     numbers = [number for number, layer in enumerate(model.layers) if layer.kind == kind][: span.key.num_layers]
     names = [own_group(number) for number in numbers]
@@ -334,9 +339,9 @@ def _temporary_bytes(config: RunConfig, model: LayeredModel, functions: Function
     return temporary_bytes(span, builder, runs)
 
 
-def _kept_bytes(span: Span) -> int:
-    """Return what a span keeps of a microbatch from forward to backward."""
-    return 0 if span.key.is_last else _bytes(span.kept_shapes)
+def _device_bytes(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
+    """Return what each device has of an array."""
+    return math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
 
 
 def _bytes(tree: Any) -> int:
@@ -386,4 +391,5 @@ def _profile(
         link=link,
         sum=sum_rate,
         update_s_per_byte=update_s_per_byte,
+        tensor_parallel=config.tensor_parallel,
     )

@@ -158,7 +158,7 @@ class Span:
     @once
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
-        shardings = self.devices.replicated if len(self.devices.devices) == 1 else None
+        shardings = self.devices.replicated if len(self.devices.devices) == 1 else (self.y_spec.sharding, None)
         return self.home.compiled((self.key, "forward"), self._forward, self._forward_specs, out_shardings=shardings)
 
     @once

@@ -76,8 +76,8 @@ class SplitSpan:
         shardings: Any = None
         if len(devices.devices) == 1:
             shardings = devices.replicated
-        elif name == "backward input":
-            shardings = (self.span.x_spec.sharding, None)
+        else:
+            shardings = (self.span.x_spec.sharding if name == "backward input" else self.span.y_spec.sharding, None)
         return self.span.home.compiled((self.span.key, "split", name), function, specs, out_shardings=shardings)
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 
 from oobleck_jax.config import Precision, Remat
 from oobleck_jax.execution.gradient_sum import Emit
-from oobleck_jax.execution.home import Home, StageDevices
+from oobleck_jax.execution.home import Home
 from oobleck_jax.execution.layout import LayerSpan, LocalStage, own_group
 from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.span import Span, SpanKey, SpanParams
@@ -61,7 +61,7 @@ class StageRuntime:
         remat: Remat,
     ) -> None:
         self.local = local
-        self.devices = StageDevices([home.devices[index] for index in local.stage.devices])
+        self.devices = home.stage_devices(local.stage.devices)
         self.is_last = local.next is None
         self._model, self._builder = model, builder
         self._spans: list[tuple[LayerSpan, Span]] = []

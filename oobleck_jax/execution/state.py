@@ -110,7 +110,7 @@ class StateBuilder:
         """Put the states of several groups onto the devices of a stage, as one run."""
         both = [(states[name].params, states[name].optimizer_state) for name in names]
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *both)
-        shardings = jax.tree.map(lambda leaf: devices.of_parameter(leaf.shape, num_stacked_dims=1), stacked)
+        shardings = devices.shardings_of_parameters(stacked, num_stacked_dims=1)
         params, optimizer_state = jax.device_put(stacked, shardings)  # all at once: many small calls take far longer
         computed = self._computed(names, params, devices)
         return ParameterRun(groups=tuple(names), params=params, optimizer_state=optimizer_state, computed=computed)

@@ -167,7 +167,8 @@ def _input_bytes(profile: Profile, costs: list[LayerCost]) -> Ints:
 
     Tokens and targets are as large; what the first layer keeps is not less, and its output is far more.
     """
-    outputs = [-(-layer.output_bytes // costs[0].num_devices) for layer in profile.layers]
+    num_shares = 1 if profile.tensor_parallel else costs[0].num_devices
+    outputs = [-(-layer.output_bytes // num_shares) for layer in profile.layers]
     tokens = min(costs[0].residual_bytes, outputs[0])
     return np.array([tokens, *outputs[:-1], tokens], dtype=np.int64)
 

@@ -108,12 +108,14 @@ def estimate_profile(
     remat: Remat = Remat.DOTS,
     rates: DeviceRates = LAPTOP_RATES,
     devices_per_node: int = 1,
+    tensor_parallel: bool = False,
 ) -> Profile:
     """Return a profile by closed forms.
 
     A forward pass takes the longer of its operations and its traffic to memory; a backward pass is two forward passes,
     and a third where the layer is recomputed. Devices of a node share a microbatch perfectly but for gathering the
-    layer's parameters, once forward and twice backward. Layers with tied parameters share one group.
+    layer's parameters, once forward and twice backward; or, tensor parallel, for two sums of the layer's output each
+    way, and they have all that is kept whole (an upper bound). Layers with tied parameters share one group.
 
     Args:
         sizes: of all layers, in order.
@@ -122,6 +124,7 @@ def estimate_profile(
         remat: what the sizes assume to be kept.
         rates: of the device and its connections.
         devices_per_node: the profile has costs for each power of two up to this.
+        tensor_parallel: devices of a stage share out its products, not the samples of a microbatch.
     """
     counts = [1 << power for power in range(devices_per_node.bit_length())]
     owners = tuple(number for number, size in enumerate(sizes) if size.num_tied_parameters)
@@ -136,11 +139,12 @@ def estimate_profile(
         microbatch_size=microbatch_size,
         precision=precision,
         remat=remat,
-        layers=tuple(_layer(size, microbatch_size, precision, remat, rates, counts) for size in sizes),
+        layers=tuple(_layer(size, microbatch_size, precision, remat, rates, counts, tensor_parallel) for size in sizes),
         tied_groups=tied,
         link=rates.link,
         sum=rates.sum,
         update_s_per_byte=update_s_per_byte(rates),
+        tensor_parallel=tensor_parallel,
     )
 
 
@@ -160,6 +164,7 @@ def _layer(
     remat: Remat,
     rates: DeviceRates,
     counts: Sequence[int],
+    tensor_parallel: bool,
 ) -> LayerProfile:
     width_bytes = precision.bytes_of_activation
     parameter_bytes = width_bytes * (size.num_parameters + size.num_tied_parameters)
@@ -169,14 +174,20 @@ def _layer(
     gradient_bytes = 4 * num_scanned * (size.num_parameters + size.num_tied_parameters)  # before they are added up
     passes = 3 if remat.of_layers is Remat.LAYER and size.is_recomputed else 2
 
+    output_bytes = size.num_outputs * microbatch_size * width_bytes
+
     def cost(num_devices: int) -> LayerCost:
-        gather_s = parameter_bytes * (num_devices - 1) / num_devices / rates.node_bytes_per_s
+        num_shares = 1 if tensor_parallel else num_devices
+        forward_exchange_s, backward_exchange_s = exchange_s(
+            num_devices, parameter_bytes, output_bytes, rates, tensor_parallel=tensor_parallel
+        )
         return LayerCost(
             num_devices=num_devices,
-            forward_s=forward_s / num_devices + gather_s,
-            backward_s=passes * forward_s / num_devices + 2 * gather_s,
-            residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_devices),
-            temporary_bytes=-(-(size.num_temporaries * microbatch_size * width_bytes + gradient_bytes) // num_devices)
+            forward_s=forward_s / num_devices + forward_exchange_s,
+            backward_s=passes * forward_s / num_devices + backward_exchange_s,
+            residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_shares),
+            temporary_bytes=-(-size.num_temporaries * microbatch_size * width_bytes // num_shares)
+            - (-gradient_bytes // num_devices)
             + (parameter_bytes if num_devices > 1 else 0),
         )
 
@@ -184,8 +195,22 @@ def _layer(
         kind=size.kind,
         costs=tuple(cost(count) for count in counts),
         state=adamw_state(size.num_parameters, precision),
-        output_bytes=size.num_outputs * microbatch_size * width_bytes,
+        output_bytes=output_bytes,
     )
+
+
+def exchange_s(
+    num_devices: int, parameter_bytes: int, output_bytes: int, rates: DeviceRates, *, tensor_parallel: bool
+) -> tuple[float, float]:
+    """Return the seconds that devices of a node exchange numbers in the forward and in the backward pass of a layer.
+
+    They gather its parameters, once forward and twice backward; or, tensor parallel, they sum activations as large as
+    its output twice each way (Megatron-LM, section 3), by a ring.
+    """
+    part_s = (num_devices - 1) / num_devices / rates.node_bytes_per_s
+    if tensor_parallel:
+        return 4 * output_bytes * part_s, 4 * output_bytes * part_s
+    return parameter_bytes * part_s, 2 * parameter_bytes * part_s
 
 
 def adamw_state(num_parameters: int, precision: Precision = Precision.FLOAT32) -> StateBytes:

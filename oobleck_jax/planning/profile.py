@@ -89,6 +89,7 @@ class Profile:
     tied_groups: tuple[TiedGroup, ...]
     link: Rate  # an activation or layer state from one node to another
     sum: Rate  # bytes that a node sends in a sum over its holders
+    tensor_parallel: bool = False  # each device of a stage has whole activations
     update_s_per_byte: float = 0.0  # of gradients: to gather, check and apply them, once per step
 
     @property

@@ -235,6 +235,22 @@ def test_gradients_equal_with_several_devices_a_node_T1():
         assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
 
 
+def test_gradients_equal_when_devices_are_tensor_parallel_T1():
+    config = config_of(devices_per_node=2, microbatch_size=1, tensor_parallel=True)
+    for plan in (plan_of(([6], 8), devices=2), plan_of(([3, 3], 4), ([6], 4), devices=2)):
+        gradients = merged(run_cluster(config, plan, steps=1).gradients)
+        assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
+
+
+def test_tensor_parallel_devices_have_the_same_losses_T2():
+    config = config_of(devices_per_node=2, eval_every=8)
+    plan = plan_of(([3, 3], 8), devices=2)
+    parallel = run_cluster(replace(config, tensor_parallel=True), plan, steps=8, evaluate=True)
+    shared = run_cluster(config, plan, steps=8, evaluate=True)
+    np.testing.assert_allclose(parallel.losses, shared.losses, rtol=1e-6)
+    assert parallel.eval_loss == pytest.approx(shared.eval_loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.MIXED])
 def test_gradients_are_bitwise_equal_for_every_cut_T1(precision):
     config = config_of(dropout_rate=0.2, precision=precision)

@@ -46,9 +46,10 @@ CODE_AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info_
 
 
 @functools.cache
-def shared_home(model: ModelConfig, num_devices: int) -> Home:
+def shared_home(model: ModelConfig, num_devices: int, *, tensor_parallel: bool = False) -> Home:
     """Return the home of all nodes that train a model: they share devices, so that every program compiles once."""
-    return Home(jax.devices("cpu")[:num_devices], compiler_options=CODE_AS_FOR_USERS)
+    tensor_dims = model.build().tensor_dims if tensor_parallel else None
+    return Home(jax.devices("cpu")[:num_devices], compiler_options=CODE_AS_FOR_USERS, tensor_dims=tensor_dims)
 
 
 def plan_of(*pipelines: tuple[list[int], int], devices: int = 1) -> Plan:
@@ -132,7 +133,11 @@ class _Cluster:
                 config=self._config,
                 model=self._config.model.build(),
                 dataset=TokenDataset.open(self._config),
-                home=shared_home(self._config.model, self._config.devices_per_node),
+                home=shared_home(
+                    self._config.model,
+                    self._config.devices_per_node,
+                    tensor_parallel=self._config.tensor_parallel,
+                ),
                 link=self._links[node],
             )
             first_step = 0 if self._restored is None else self._restored[1]
