@@ -295,7 +295,7 @@ class Agent:
                 return size, 2
 
     def _read(self) -> None:
-        data = self._socket.recv(1 << 20)
+        data = self._socket.recv(1 << 16)  # no more: what a large buffer costs would be taken for the coordinator
         if not data:
             raise SystemExit(f"the coordinator closed the connection of agent {self._node}")
         self._buffer += data

@@ -12,9 +12,9 @@ import logging
 import math
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -130,7 +130,8 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         self._connections = itertools.count()
-        self._outgoing: dict[ConnectionId, asyncio.Queue[messages.ToNode | None]] = {}
+        self._peers: dict[ConnectionId, _Peer] = {}
+        self._encoded: tuple[messages.ToNode, bytes] | None = None  # the last message: it often goes to all members
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._seen_s = self._loop.time()
@@ -167,8 +168,8 @@ class Coordinator:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for outgoing in self._outgoing.values():
-                outgoing.put_nowait(None)
+            for peer in self._peers.values():
+                self._spawn(peer.close())
             await runner.cleanup()
             for task in self._tasks:
                 task.cancel()
@@ -197,11 +198,11 @@ class Coordinator:
             for effect in effects:
                 match effect:
                     case Send():
-                        if effect.connection in self._outgoing:
-                            self._outgoing[effect.connection].put_nowait(effect.message)
+                        if effect.connection in self._peers:
+                            self._peers[effect.connection].send(self._frame(effect.message))
                     case Close():
-                        if effect.connection in self._outgoing:
-                            self._outgoing[effect.connection].put_nowait(None)
+                        if effect.connection in self._peers:
+                            self._spawn(self._peers[effect.connection].close())
                     case StartFabric():
                         self._spawn(self._start_fabric(effect))
                     case CommitCheckpoint() | CleanCheckpoints() | FindCheckpoint():
@@ -290,14 +291,13 @@ class Coordinator:
         websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, timeout=1.0)
         await websocket.prepare(request)
         connection = ConnectionId(next(self._connections))
-        outgoing = self._outgoing[connection] = asyncio.Queue[messages.ToNode | None]()
-        sender = self._spawn(_send_all(websocket, outgoing))
+        assert request.transport is not None
+        self._peers[connection] = _Peer(websocket=websocket, transport=request.transport)
         reason = "connection lost"
         try:
             reason = await self._receive_all(websocket, connection)
         finally:
-            del self._outgoing[connection]
-            sender.cancel()
+            del self._peers[connection]
             self._feed(Disconnected(connection=connection, reason=reason))
         with contextlib.suppress(ConnectionError):
             await websocket.close()
@@ -320,6 +320,11 @@ class Coordinator:
             timeout_s = None  # from here on the machine watches over it
             self._feed(Received(connection=connection, message=message))
 
+    def _frame(self, message: messages.ToNode) -> bytes:
+        if self._encoded is None or self._encoded[0] is not message:
+            self._encoded = message, _text_frame(messages.encode(message))
+        return self._encoded[1]
+
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
@@ -327,18 +332,38 @@ class Coordinator:
         return task
 
 
-async def _send_all(websocket: web.WebSocketResponse, outgoing: "asyncio.Queue[messages.ToNode | None]") -> None:
-    """Send what is put into the queue, in order; None closes the connection."""
-    with contextlib.suppress(ConnectionError):
-        while (message := await outgoing.get()) is not None:
-            await websocket.send_str(_text(message))
-        await websocket.close()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peer:
+    """The other end of a connection.
+
+    What is sent goes to the transport at once, which keeps what the other end does not read: nobody is waited for. A
+    task and a call of aiohttp for each of hundreds of nodes would take longer than all the rest of a commit.
+    """
+
+    websocket: web.WebSocketResponse
+    transport: asyncio.Transport
+
+    def send(self, frame: bytes) -> None:
+        """Send a whole frame; quietly drop it when the connection is ending."""
+        if not self.websocket.closed and not self.transport.is_closing():
+            self.transport.write(frame)
+
+    async def close(self) -> None:
+        """Close the connection when all that was sent is out."""
+        with contextlib.suppress(ConnectionError):
+            await self.websocket.close()
 
 
-@lru_cache(maxsize=4)
-def _text(message: messages.ToNode) -> str:
-    """Return the JSON of a message; that of one that goes to all members is made once."""
-    return messages.encode(message).decode()
+def _text_frame(payload: bytes) -> bytes:
+    """Return an unmasked WebSocket frame of text, as servers send it (RFC 6455, section 5.2)."""
+    size = len(payload)
+    if size < 126:
+        header = struct.pack("!BB", 0x81, size)
+    elif size < 1 << 16:
+        header = struct.pack("!BBH", 0x81, 126, size)
+    else:
+        header = struct.pack("!BBQ", 0x81, 127, size)
+    return header + payload
 
 
 def _free_port(host: str) -> int:

@@ -96,7 +96,7 @@ from oobleck_jax.elastic.effects import (
 )
 from oobleck_jax.elastic.generation import Generation
 from oobleck_jax.elastic.incidents import Incidents
-from oobleck_jax.elastic.node import Node, Overdue
+from oobleck_jax.elastic.node import Awaited, Node, overdue
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.phase import Phase
 from oobleck_jax.elastic.prospects import Prospects
@@ -391,21 +391,23 @@ class Membership:
         return min(self._deadlines(), key=lambda item: item[0], default=(math.inf, lambda: None))
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
-        """Yield every wait that is going on: when it ends, and what happens then."""
+        """Yield the waits that are going on, of those for nodes the first: when it ends, and what happens then."""
         yield from self._course.deadlines()
         if self._course.is_over:
             return
         limits, current = self._terms.limits, self._course.current
-        for node, overdue in self._roster.deadlines():
-            yield overdue.when_s, partial(self._overdue, node, overdue)
+        if (first := self._roster.first_deadline()) is not None:
+            when_s, node, awaited = first
+            yield when_s, partial(self._overdue, node, awaited)
         if self._evidence.since_s is not None:
             yield self._evidence.since_s + limits.verdict_s, self._pass_verdict
         elif current is not None and self._course.phase is Phase.RUNNING and not self._course.is_done:
             yield current.overdue_s(limits), partial(self._no_progress, current)
 
-    def _overdue(self, node: Node, overdue: Overdue) -> None:
-        cause = self._cause(node.node, overdue.what, is_agent=overdue.is_agent)
-        self._blame(replace(cause, notice_s=overdue.limit_s))
+    def _overdue(self, node: Node, awaited: Awaited) -> None:
+        found = overdue(node, awaited, self._terms.limits)
+        cause = self._cause(node.node, found.what, is_agent=found.is_agent)
+        self._blame(replace(cause, notice_s=found.limit_s))
 
     def _no_progress(self, current: Generation) -> None:
         """A step, or an evaluation, takes far longer than it may: find out who holds it up."""

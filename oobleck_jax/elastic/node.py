@@ -1,6 +1,5 @@
 """A node that takes part, as the membership machine sees it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,36 +48,50 @@ class Node:
         self.state, self.since_s = state, now_s
 
 
+class Awaited(StrEnum):
+    """What a node is waited for."""
+
+    HEARTBEAT = "heartbeat"  # of its agent
+    WAKE = "wake"  # of a worker that a signal has stopped
+    READY = "ready"
+    PREPARED = "prepared"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overdue:
-    """A wait for one node: how long it has been going on when it ends, and what is wrong with the node then."""
+    """What is wrong with a node for which a wait has ended, and how long the wait was."""
 
-    since_s: float
     limit_s: float
     what: str
     is_agent: bool = False  # with its agent, not only with its worker
 
-    @property
-    def when_s(self) -> float:
-        return self.since_s + self.limit_s
 
-
-def deadlines_of(node: Node, limits: Limits) -> Iterator[Overdue]:
-    """Yield the waits for one node."""
-    who = f"node {node.node}"
-    yield Overdue(
-        since_s=node.heard_s,
-        limit_s=limits.heartbeat_s,
-        what=f"the agent of {who} has been silent for {limits.heartbeat_s:.1f} s",
-        is_agent=True,
-    )
+def first_deadline(node: Node, limits: Limits) -> tuple[float, Awaited]:
+    """Return when the first wait for a node ends, and which one that is. Asked for all nodes again and again."""
+    first = node.heard_s + limits.heartbeat_s, Awaited.HEARTBEAT
     if node.stopped_since_s is not None:
-        what = f"the worker of {who} has been stopped by a signal (SIGSTOP) for {limits.stopped_s:.1f} s"
-        yield Overdue(since_s=node.stopped_since_s, limit_s=limits.stopped_s, what=what)
+        first = min(first, (node.stopped_since_s + limits.stopped_s, Awaited.WAKE))
     if node.state is NodeState.STARTING:
-        began = "it joined" if not node.incarnation else f"its start as incarnation {node.incarnation}"
-        what = f"the worker of {who} was not ready {limits.ready_s:.0f} s after {began}"
-        yield Overdue(since_s=node.since_s, limit_s=limits.ready_s, what=what)
+        first = min(first, (node.since_s + limits.ready_s, Awaited.READY))
     if node.state is NodeState.PREPARING:
-        what = f"{who} prepared for {limits.prepare_s:.0f} s without any progress"
-        yield Overdue(since_s=node.since_s, limit_s=limits.prepare_s, what=what)
+        first = min(first, (node.since_s + limits.prepare_s, Awaited.PREPARED))
+    return first
+
+
+def overdue(node: Node, awaited: Awaited, limits: Limits) -> Overdue:
+    """Return what is wrong with a node that was waited for in vain."""
+    who = f"node {node.node}"
+    match awaited:
+        case Awaited.HEARTBEAT:
+            what = f"the agent of {who} has been silent for {limits.heartbeat_s:.1f} s"
+            return Overdue(limit_s=limits.heartbeat_s, what=what, is_agent=True)
+        case Awaited.WAKE:
+            what = f"the worker of {who} has been stopped by a signal (SIGSTOP) for {limits.stopped_s:.1f} s"
+            return Overdue(limit_s=limits.stopped_s, what=what)
+        case Awaited.READY:
+            began = "it joined" if not node.incarnation else f"its start as incarnation {node.incarnation}"
+            what = f"the worker of {who} was not ready {limits.ready_s:.0f} s after {began}"
+            return Overdue(limit_s=limits.ready_s, what=what)
+        case Awaited.PREPARED:
+            what = f"{who} prepared for {limits.prepare_s:.0f} s without any progress"
+            return Overdue(limit_s=limits.prepare_s, what=what)

@@ -7,7 +7,7 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.admission import free_node, why_refuse
 from oobleck_jax.elastic.effects import Close, ConnectionId
 from oobleck_jax.elastic.failures import Failures
-from oobleck_jax.elastic.node import Node, NodeState, Overdue, deadlines_of
+from oobleck_jax.elastic.node import Awaited, Node, NodeState, first_deadline
 from oobleck_jax.elastic.outbox import Outbox
 from oobleck_jax.elastic.terms import Terms
 from oobleck_jax.planning.plan import NodeId, Stage
@@ -59,11 +59,11 @@ class Roster:
         """The open connections of nodes that take part."""
         return tuple(self._by_connection)
 
-    def deadlines(self) -> Iterator[tuple[Node, Overdue]]:
-        """Yield every wait for a node."""
-        for node in self:
-            for overdue in deadlines_of(node, self._terms.limits):
-                yield node, overdue
+    def first_deadline(self) -> tuple[float, Node, Awaited] | None:
+        """Return when the first wait for a node ends, which node that is, and what for; None: there are no nodes."""
+        waits = ((first_deadline(node, self._terms.limits), node) for node in self)
+        first = min(waits, key=lambda item: item[0][0], default=None)
+        return None if first is None else (first[0][0], first[1], first[0][1])
 
     # ------------------------------------------------------------------------------------------------------ coming
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck_jax.elastic.messages import GroupReport, Vote
@@ -35,18 +35,19 @@ def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int, may_skip: bool
     """
     ordered = [votes[node] for node in sorted(votes)]
     step = ordered[0].step
-    holders: dict[str, list[tuple[NodeId, GroupReport]]] = {}
+    first: dict[str, GroupReport] = {}  # of each group, what its first holder says
+    odd: set[str] = set()
     for vote in ordered:
         for report in vote.groups:
-            holders.setdefault(report.group, []).append((vote.node, report))
+            other = first.setdefault(report.group, report)
+            if report.checksum != other.checksum or report.squared_norm != other.squared_norm:
+                odd.add(report.group)
 
     faults = [fault for vote in ordered if (fault := _not_finite(vote, step))]
     if faults and not may_skip:
         return faults[0]
-    if not faults:  # what is not used need not agree
-        for group, reports in sorted(holders.items()):
-            if fault := _discord(group, reports, step):
-                return fault
+    if odd and not faults:  # what is not used need not agree
+        return _discord(min(odd), ordered)
     num_tokens = sum(vote.num_tokens for vote in ordered)
     if num_tokens != tokens_per_step:
         shares = ", ".join(f"node {vote.node}: {vote.num_tokens}" for vote in ordered if vote.num_tokens)
@@ -57,7 +58,7 @@ def decide(votes: Mapping[NodeId, Vote], *, tokens_per_step: int, may_skip: bool
     loss = math.fsum(losses) / num_tokens if len(losses) == len(ordered) else None
     if faults:
         return Decision(loss=loss, global_norm=None)
-    squared_norm = math.fsum(holders[group][0][1].squared_norm or 0.0 for group in sorted(holders))
+    squared_norm = math.fsum(report.squared_norm or 0.0 for report in first.values())
     return Decision(loss=loss, global_norm=math.sqrt(squared_norm))
 
 
@@ -73,11 +74,11 @@ def _not_finite(vote: Vote, step: int) -> Fault | None:
     return Fault(node=vote.node, cause=cause)
 
 
-def _discord(group: str, reports: list[tuple[NodeId, GroupReport]], step: int) -> Fault | None:
-    """Compare what the holders of a group saw: they summed the same contributions, so every bit must agree."""
+def _discord(group: str, votes: Sequence[Vote]) -> Fault:
+    """Say which holders of a group saw something else: they summed the same contributions, so every bit must agree."""
+    step = votes[0].step
+    reports = [(vote.node, report) for vote in votes for report in vote.groups if report.group == group]
     seen = Counter((report.squared_norm, report.checksum) for _, report in reports)
-    if len(seen) == 1:
-        return None
     (most_common, count), *_ = seen.most_common()
     odd = [node for node, report in reports if (report.squared_norm, report.checksum) != most_common]
     has_majority = 2 * count > len(reports)
