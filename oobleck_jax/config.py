@@ -142,6 +142,11 @@ def check_config(config: RunConfig) -> None:
             f"--microbatch-size {config.microbatch_size} cannot be shared by --devices-per-node "
             f"{config.devices_per_node}; make one a multiple of the other, or give --tensor-parallel"
         )
+    if config.tensor_parallel and not (model := config.model.build()).tensor_dims:  # imports jax, but few ask for it
+        raise ConfigError(
+            "--tensor-parallel needs a model that says which parameters can be shared out (Layer.tensor_dims), but "
+            f"none of its kinds of layers ({', '.join(model.kinds)}) does; run without it"
+        )
     if config.num_microbatches < config.fault_tolerance + 1:
         raise ConfigError(
             f"a step has {config.num_microbatches} microbatches, but --fault-tolerance {config.fault_tolerance} needs "

@@ -56,6 +56,15 @@ class LayeredModel:
     is_stochastic: bool = False
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers, in order."""
+        return tuple(dict.fromkeys(layer.kind for layer in self.layers))
+
+    @property
     def tensor_dims(self) -> dict[str, int]:
         """The `tensor_dims` of all kinds of layers together."""
-        return {name: dim for layer in self.layers for name, dim in layer.tensor_dims}
+        named = {name: dim for layer in self.layers for name, dim in layer.tensor_dims}
+        for layer in self.layers:
+            for name, dim in layer.tensor_dims:
+                assert named[name] == dim, f"{name} has dim {dim} in {layer.kind}, and {named[name]} in another kind"
+        return named

@@ -185,7 +185,8 @@ def _live(arguments: Arguments, config: RunConfig, console: Console) -> int:
     for name in ("microbatch_size", "global_batch_size", "devices_per_node", "remat"):
         value = getattr(arguments, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    flags += ["--tensor-parallel"] if arguments.tensor_parallel else []
+    if arguments.tensor_parallel is not None:
+        flags.append("--tensor-parallel" if arguments.tensor_parallel else "--no-tensor-parallel")
     folder = Path(tempfile.mkdtemp(prefix="live-replay-"))
     run = LiveRun(
         flags,

@@ -212,12 +212,15 @@ def free_dropped_fabrics() -> bool:
     jax.clear_caches()
     gc.collect()
     with _dropped_lock:
-        _dropped[:] = [client for client in _dropped if client() is not None]
+        dropped = list(_dropped)
+    freed = [client for client in dropped if client() is None]  # without the lock: the last reference may be here
+    with _dropped_lock:
+        _dropped[:] = [client for client in _dropped if client not in freed]
         return not _dropped
 
 
 def free_stuck_fabrics() -> Iterator[None]:
-    """Try again, piece by piece and for some seconds."""
+    """Try again, piece by piece and for some seconds: two nodes may each wait for what the other frees."""
     for _ in range(_NUM_TRIES):
         time.sleep(_TRY_AGAIN_S)
         yield

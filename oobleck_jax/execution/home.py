@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from oobleck_jax.config import RunConfig
-from oobleck_jax.errors import ConfigError
 from oobleck_jax.model import LayeredModel
+from oobleck_jax.planning.profile import num_batch_shares
 
 
 TensorDims: TypeAlias = Mapping[str, int]
@@ -127,17 +127,7 @@ class Home:
 
 
 def home_of(config: RunConfig, model: LayeredModel, *, shared_cache: Path | None) -> Home:
-    """Return the home of a process that does the work of a node.
-
-    Raises:
-        ConfigError: the devices are to be tensor parallel, but the model does not say how.
-    """
-    if config.tensor_parallel and not model.tensor_dims:
-        kinds = ", ".join(dict.fromkeys(layer.kind for layer in model.layers))
-        raise ConfigError(
-            "--tensor-parallel needs a model that says which parameters can be shared out (Layer.tensor_dims), but "
-            f"none of its kinds of layers ({kinds}) does; run without it"
-        )
+    """Return the home of a process that does the work of a node."""
     return Home(
         jax.local_devices()[: config.devices_per_node],
         shared_cache=shared_cache,
@@ -185,7 +175,7 @@ class StageDevices:
 
     def num_batch_shards(self, batch_size: int, num_devices: int) -> int:
         """Return into how many parts `num_devices` devices of a stage of this run share a batch."""
-        return 1 if self._tensor_dims is not None or batch_size % num_devices else num_devices
+        return num_batch_shares(batch_size, num_devices, tensor_parallel=self._tensor_dims is not None)
 
     def of_batch(self, shape: tuple[int, ...]) -> jax.sharding.Sharding:
         """Return the sharding of an array whose first dim is the batch."""
@@ -201,7 +191,7 @@ class StageDevices:
         if not candidates:
             return self._sharding(P())
         largest = max(candidates, key=lambda dim: (shape[dim], -dim))
-        name = ".".join(part.key for part in path if isinstance(part, jax.tree_util.DictKey))
+        name = ".".join(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
         dim = num_stacked_dims + (self._tensor_dims or {}).get(name, largest - num_stacked_dims)
         return self._sharding(P(*[None] * (dim if dim in candidates else largest), "shard"))
 

@@ -106,7 +106,7 @@ class LocalHop:
 
     def receive(self, payload: Payload, step: int, item: int, patience: Patience) -> jax.Array:
         array = self._mailbox.pop((payload, step, item))
-        return jax.device_put(array, self._devices.of_batch(array.shape))
+        return _laid_out(array, self._devices.of_batch(array.shape))
 
 
 def hops_of(
@@ -165,7 +165,16 @@ def _assemble(shards: list[jax.Array], whole: jax.ShapeDtypeStruct, devices: Sta
     """Return the array that the shards make up, as the own devices need it."""
     sharding = devices.of_batch(whole.shape)
     if len(shards) == 1:
-        return shards[0] if len(devices.devices) == 1 else jax.device_put(shards[0], sharding)
+        return shards[0] if len(devices.devices) == 1 else _laid_out(shards[0], sharding)
     if len(shards) == len(devices.devices):
         return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
     return jax.device_put(np.concatenate([np.asarray(shard) for shard in shards]), sharding)
+
+
+def _laid_out(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Return an array as other devices need it.
+
+    JAX would cut it in parts by a program, which it compiles in the middle of a step; so that goes through numpy.
+    """
+    is_cut = not sharding.is_fully_replicated and len(array.sharding.device_set) != len(sharding.device_set)
+    return jax.device_put(np.asarray(array) if is_cut else array, sharding)

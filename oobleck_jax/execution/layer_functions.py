@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt
 
 from oobleck_jax.config import Precision
+from oobleck_jax.errors import ConfigError
 from oobleck_jax.execution.precision import as_computed, as_kept
 from oobleck_jax.model import Layer, LayeredModel
 
@@ -41,6 +42,7 @@ class LayerFunctions:
         self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: layer.create(nnx.Rngs(0))))
         shapes = nnx.to_pure_dict(self._state)
         self.own_shapes, self.tied_shapes = self.split(as_kept(jax.tree.map(_shape_only, shapes), precision))
+        _check_tensor_dims(layer, self.own_shapes)
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """Return (own, tied) of a layer's whole parameter tree."""
@@ -125,6 +127,18 @@ def unflatten_layers(rows_NP: Float[Array, "N P"], shapes: Params) -> Params:
 def num_elements(shapes: Params) -> int:
     """Return the number of parameters in a tree of shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def _check_tensor_dims(layer: Layer, own_shapes: Params) -> None:
+    """Refuse names of parameters that a layer does not own: they would be gathered instead, and nobody would notice."""
+    leaves = jax.tree_util.tree_flatten_with_path(own_shapes)[0]
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+    for name, dim in layer.tensor_dims:
+        if name not in shapes or not 0 <= dim < len(shapes[name]):
+            raise ConfigError(
+                f"tensor_dims of a layer of kind {layer.kind} has dim {dim} of {name}, "
+                f"but its own parameters are {shapes}"
+            )
 
 
 def _shape_only(leaf: Any) -> jax.ShapeDtypeStruct:

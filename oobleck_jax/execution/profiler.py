@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from oobleck_jax.config import RunConfig
+from oobleck_jax.config import Remat, RunConfig
 from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, functions_of, input_specs, num_elements
@@ -26,7 +26,7 @@ from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.estimate import DeviceRates, adamw_state, exchange_s, update_s_per_byte
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
-from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup, num_batch_shares
 
 
 Functions: TypeAlias = dict[str, LayerFunctions]
@@ -118,15 +118,20 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
 
         found: list[LayerCost] = []
         for count in device_counts:
-            num_shares = 1 if config.tensor_parallel else count
+            num_shares = num_batch_shares(config.microbatch_size, count, tensor_parallel=config.tensor_parallel)
+            num_workers = count if config.tensor_parallel else num_shares
             forward_exchange_s, backward_exchange_s = exchange_s(
-                count, parameter_bytes, outputs[kind], rates, tensor_parallel=config.tensor_parallel
+                count,
+                parameter_bytes,
+                outputs[kind] if config.tensor_parallel else 0,
+                rates,
+                is_recomputed=config.remat.of_layers is Remat.LAYER,
             )
             found.append(
                 LayerCost(
                     num_devices=count,
-                    forward_s=seconds(forward, count) + forward_exchange_s,
-                    backward_s=seconds(backward, count) + backward_exchange_s,
+                    forward_s=seconds(forward, num_workers) + forward_exchange_s,
+                    backward_s=seconds(backward, num_workers) + backward_exchange_s,
                     residual_bytes=-(-kept // num_shares),
                     temporary_bytes=-(-temporary // num_shares) + (parameter_bytes if count > 1 else 0),
                 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from oobleck_jax.config import Remat
 from oobleck_jax.errors import PlanError
-from oobleck_jax.planning.profile import LayerCost, Profile
+from oobleck_jax.planning.profile import LayerCost, Profile, num_batch_shares
 
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -167,7 +167,9 @@ def _input_bytes(profile: Profile, costs: list[LayerCost]) -> Ints:
 
     Tokens and targets are as large; what the first layer keeps is not less, and its output is far more.
     """
-    num_shares = 1 if profile.tensor_parallel else costs[0].num_devices
+    num_shares = num_batch_shares(
+        profile.microbatch_size, costs[0].num_devices, tensor_parallel=profile.tensor_parallel
+    )
     outputs = [-(-layer.output_bytes // num_shares) for layer in profile.layers]
     tokens = min(costs[0].residual_bytes, outputs[0])
     return np.array([tokens, *outputs[:-1], tokens], dtype=np.int64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from oobleck_jax.config import Precision, Remat
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
-from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, StateBytes, TiedGroup, num_batch_shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,17 +177,17 @@ def _layer(
     output_bytes = size.num_outputs * microbatch_size * width_bytes
 
     def cost(num_devices: int) -> LayerCost:
-        num_shares = 1 if tensor_parallel else num_devices
+        num_shares = num_batch_shares(microbatch_size, num_devices, tensor_parallel=tensor_parallel)
+        num_workers = num_devices if tensor_parallel else num_shares
         forward_exchange_s, backward_exchange_s = exchange_s(
-            num_devices, parameter_bytes, output_bytes, rates, tensor_parallel=tensor_parallel
+            num_devices, parameter_bytes, output_bytes if tensor_parallel else 0, rates, is_recomputed=passes > 2
         )
         return LayerCost(
             num_devices=num_devices,
-            forward_s=forward_s / num_devices + forward_exchange_s,
-            backward_s=passes * forward_s / num_devices + backward_exchange_s,
+            forward_s=forward_s / num_workers + forward_exchange_s,
+            backward_s=passes * forward_s / num_workers + backward_exchange_s,
             residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_shares),
-            temporary_bytes=-(-size.num_temporaries * microbatch_size * width_bytes // num_shares)
-            - (-gradient_bytes // num_devices)
+            temporary_bytes=-(-(size.num_temporaries * microbatch_size * width_bytes + gradient_bytes) // num_shares)
             + (parameter_bytes if num_devices > 1 else 0),
         )
 
@@ -200,16 +200,19 @@ def _layer(
 
 
 def exchange_s(
-    num_devices: int, parameter_bytes: int, output_bytes: int, rates: DeviceRates, *, tensor_parallel: bool
+    num_devices: int, parameter_bytes: int, summed_bytes: int, rates: DeviceRates, *, is_recomputed: bool
 ) -> tuple[float, float]:
     """Return the seconds that devices of a node exchange numbers in the forward and in the backward pass of a layer.
 
-    They gather its parameters, once forward and twice backward; or, tensor parallel, they sum activations as large as
-    its output twice each way (Megatron-LM, section 3), by a ring.
+    They gather its parameters, once forward and twice backward; or, tensor parallel, they sum activations by a ring,
+    twice each way, and twice more where the layer is recomputed (Megatron-LM, section 3).
+
+    Args:
+        summed_bytes: of the activation that is summed, as large as the layer's output; 0: parameters are gathered.
     """
     part_s = (num_devices - 1) / num_devices / rates.node_bytes_per_s
-    if tensor_parallel:
-        return 4 * output_bytes * part_s, 4 * output_bytes * part_s
+    if summed_bytes:
+        return 4 * summed_bytes * part_s, (8 if is_recomputed else 4) * summed_bytes * part_s
     return parameter_bytes * part_s, 2 * parameter_bytes * part_s
 
 

@@ -103,6 +103,11 @@ class Profile:
         return 2 * (num_holders - 1) * self.sum.seconds(num_bytes / num_holders)
 
 
+def num_batch_shares(batch_size: int, num_devices: int, *, tensor_parallel: bool) -> int:
+    """Return into how many parts devices of a stage share a microbatch; 1: each has it whole."""
+    return 1 if tensor_parallel or batch_size % num_devices else num_devices
+
+
 def profile_to_json(profile: Profile) -> bytes:
     """Return a profile as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=1)

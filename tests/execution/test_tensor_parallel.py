@@ -4,18 +4,21 @@ That gradients and losses are those of other layouts is in test_node.py.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from models.presets import load_preset
-from oobleck_jax.config import Precision, Remat
+from oobleck_jax.config import Precision, Remat, check_config
 from oobleck_jax.errors import ConfigError
-from oobleck_jax.execution.home import home_of
+from oobleck_jax.execution.home import StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions
 from oobleck_jax.execution.profiler import estimate_profile_with_xla, measure_profile
 from oobleck_jax.execution.span import Span, SpanKey
-from oobleck_jax.model import LayeredModel
+from oobleck_jax.model import Layer
 from oobleck_jax.planning.estimate import LAPTOP_RATES
 from oobleck_jax.planning.profile import Rate
 from tests.execution.thread_cluster import shared_home
@@ -77,8 +80,21 @@ def test_profiles_count_what_each_device_keeps():
 
 
 def test_a_model_that_cannot_be_shared_out_says_so():
-    model = CONFIG.model.build()
-    layers = tuple(replace(layer, tensor_dims=()) for layer in model.layers)
-    plain = LayeredModel(layers=layers, vocab_size=256, max_sequence_length=64)
-    with pytest.raises(ConfigError, match=r"--tensor-parallel needs a model .* \(embedding, block, head\)"):
-        home_of(CONFIG, plain, shared_cache=None)
+    toy = load_preset(f"{Path(__file__).parents[1] / 'models' / 'toy_model.py'}:toy")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel needs a model .* \(embedding, convolution, classifier\)"):
+        check_config(replace(toy, tensor_parallel=True))
+    block = CONFIG.model.build().layers[1]
+    with pytest.raises(
+        ConfigError, match=r"of kind block has dim 1 of mlp.kernel, but its own parameters are .*mlp_in"
+    ):
+        LayerFunctions(replace(block, tensor_dims=(("mlp.kernel", 1),)))
+
+
+def test_layers_may_have_lists_of_modules():
+    class Stacked(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.inner = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs))
+
+    functions = LayerFunctions(Layer(kind="stacked", create=lambda rngs: Stacked(rngs)))
+    specs = StageDevices(jax.devices("cpu")[:2]).parameter_specs(functions.own_shapes, num_stacked_dims=0)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(specs)} == {P("shard"), P(None, "shard")}
