@@ -29,7 +29,7 @@ class Target(Protocol):
     @property
     def devices_per_node(self) -> int | None: ...
     @property
-    def tensor_parallel(self) -> bool | None: ...
+    def tensor_parallel(self) -> bool: ...
     @property
     def microbatch_size(self) -> int | None: ...
     @property
@@ -52,9 +52,11 @@ class Target(Protocol):
 
 def config_of(target: Target) -> RunConfig:
     """Return the preset with the flags that were given."""
-    names = ("nodes", "fault_tolerance", "devices_per_node", "tensor_parallel", "microbatch_size", "global_batch_size")
+    names = ("nodes", "fault_tolerance", "devices_per_node", "microbatch_size", "global_batch_size")
     given = {name: value for name in names if (value := getattr(target, name)) is not None}
     config = dataclasses.replace(load_preset(target.preset), **given)
+    if target.tensor_parallel:
+        config = dataclasses.replace(config, tensor_parallel=True)
     if target.remat is not None:
         config = dataclasses.replace(config, remat=Remat(target.remat))
     if target.precision is not None or target.device is not None:

@@ -37,7 +37,7 @@ class Arguments:
     nodes: int | None = None  # nodes
     fault_tolerance: int | None = None  # f: losses of nodes that must be survivable at once
     devices_per_node: int | None = None  # devices of each node
-    tensor_parallel: bool | None = None  # devices of a stage share out its products (default: the preset's)
+    tensor_parallel: bool = False  # devices of a stage share out its products, not the samples
     microbatch_size: int | None = None  # sequences per microbatch
     global_batch_size: int | None = None  # sequences per step
     remat: Literal["none", "dots", "layer", "stage", "auto"] | None = None  # what forward keeps for backward

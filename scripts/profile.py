@@ -37,7 +37,7 @@ class Arguments:
     device: str | None = None  # estimate for this device (a40, a100-80gb, h100, ...) instead of measuring here
     microbatch_size: int | None = None  # sequences per microbatch (default: the preset's)
     devices_per_node: int | None = None  # also profile 2, 4, ... devices of a node up to this (default: the preset's)
-    tensor_parallel: bool | None = None  # devices of a stage share out its products (default: the preset's)
+    tensor_parallel: bool = False  # devices of a stage share out its products, not the samples
     precision: Literal["float32", "bfloat16", "mixed"] | None = None  # as for scripts/train.py (default: the preset's)
     remat: Literal["none", "dots", "layer", "stage"] | None = None  # as for scripts/train.py (default: the preset's)
     network_gbit: float = 100.0  # peak rate of the network of a node, in each direction, for --device
@@ -65,7 +65,7 @@ def _config(arguments: Arguments) -> RunConfig:
     given = {
         "microbatch_size": arguments.microbatch_size,
         "devices_per_node": arguments.devices_per_node,
-        "tensor_parallel": arguments.tensor_parallel,
+        "tensor_parallel": arguments.tensor_parallel or None,
         "precision": None if arguments.precision is None else Precision(arguments.precision),
         "remat": None if arguments.remat is None else Remat(arguments.remat),
     }

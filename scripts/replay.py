@@ -61,7 +61,7 @@ class Arguments:
     nodes: int | None = None  # nodes at the beginning, for recipes; files say it themselves
     fault_tolerance: int | None = None  # f: losses of nodes that must be survivable at once
     devices_per_node: int | None = None  # devices of each node
-    tensor_parallel: bool | None = None  # devices of a stage share out its products (default: the preset's)
+    tensor_parallel: bool = False  # devices of a stage share out its products, not the samples
     microbatch_size: int | None = None  # sequences per microbatch
     global_batch_size: int | None = None  # sequences per step
     remat: Literal["none", "dots", "layer", "stage", "auto"] | None = None  # what forward keeps for backward
@@ -185,8 +185,7 @@ def _live(arguments: Arguments, config: RunConfig, console: Console) -> int:
     for name in ("microbatch_size", "global_batch_size", "devices_per_node", "remat"):
         value = getattr(arguments, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    if arguments.tensor_parallel is not None:
-        flags.append("--tensor-parallel" if arguments.tensor_parallel else "--no-tensor-parallel")
+    flags += ["--tensor-parallel"] if arguments.tensor_parallel else []
     folder = Path(tempfile.mkdtemp(prefix="live-replay-"))
     run = LiveRun(
         flags,

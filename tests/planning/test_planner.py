@@ -1,12 +1,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from oobleck_jax.config import Remat
 from oobleck_jax.errors import NotEnoughNodes, PlanError
+from oobleck_jax.planning.costs import tabulate
 from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId, Pipeline, check_plan
 from oobleck_jax.planning.planner import Planning, best_plan
@@ -196,3 +198,15 @@ def test_fewer_microbatches_than_pipelines_are_refused() -> None:
 def test_missing_device_count_is_refused() -> None:
     profile = make_profile([make_layer([(1, 1)]), make_layer([(1, 1)])])
     assert plan_for(profile, 2, devices_per_node=4).plan.pipelines[0].template.stages[0].num_devices == 1
+
+
+def test_devices_that_cannot_share_a_microbatch_have_it_whole() -> None:
+    def passing_bytes(profile: Profile, devices: int) -> int:
+        costs = tabulate(profile, devices_per_node=2, device_memory_bytes=10**6, num_microbatches=4)
+        return int(costs.passing_bytes[devices.bit_length() - 1, 1, 2])  # of the middle layer
+
+    profile = make_profile([make_layer([(1, 2), (1, 1)], output_bytes=100)] * 3)
+    whole = passing_bytes(profile, 1)
+    assert passing_bytes(profile, 2) == whole // 2
+    assert passing_bytes(replace(profile, microbatch_size=3), 2) == whole
+    assert passing_bytes(replace(profile, tensor_parallel=True), 2) == whole
