@@ -495,7 +495,8 @@ def test_a_run_that_loses_a_layer_goes_back_by_itself_and_one_that_is_interrupte
     assert max(elsewhere.iterdir()).name.startswith(f"step-{found.end_step - 1:06d}")
     other_dir = launch.directory / "second"
     second = launch.start(*command, "--run-dir", str(other_dir))
-    launch.wait_for(lambda: (other_dir / "metrics.jsonl").exists() and audit(other_dir).num_samples > 0)
+    files = [other_dir / name for name in ("config.json", "metrics.jsonl", "events.jsonl", "journal.jsonl")]
+    launch.wait_for(lambda: all(file.exists() for file in files) and audit(other_dir).num_samples > 0)
     launch.interrupt(second)
     again = audit(other_dir)
     assert (again.first_step, again.violation) == (found.end_step, None)
