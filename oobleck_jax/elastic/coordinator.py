@@ -292,15 +292,14 @@ class Coordinator:
         await websocket.prepare(request)
         connection = ConnectionId(next(self._connections))
         assert request.transport is not None
-        self._peers[connection] = _Peer(websocket=websocket, transport=request.transport)
+        peer = self._peers[connection] = _Peer(websocket=websocket, transport=request.transport)
         reason = "connection lost"
         try:
             reason = await self._receive_all(websocket, connection)
         finally:
             del self._peers[connection]
             self._feed(Disconnected(connection=connection, reason=reason))
-        with contextlib.suppress(ConnectionError):
-            await websocket.close()
+        await peer.close()
         return websocket
 
     async def _receive_all(self, websocket: web.WebSocketResponse, connection: ConnectionId) -> str:

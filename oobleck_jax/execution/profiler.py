@@ -24,9 +24,9 @@ from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
-from oobleck_jax.planning.estimate import DeviceRates, adamw_state, exchange_s, update_s_per_byte
+from oobleck_jax.planning.estimate import DeviceRates, adamw_state, shared_cost, update_s_per_byte
 from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
-from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup, num_batch_shares
+from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate, TiedGroup
 
 
 Functions: TypeAlias = dict[str, LayerFunctions]
@@ -90,7 +90,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
     """Return a profile from XLA's own counts of operations and bytes; nothing is allocated or run.
 
     A program takes as long as its operations or its memory traffic, whichever is longer (roofline). Several devices
-    share the work, and exchange numbers as `exchange_s` says; tensor parallel, each keeps everything (an upper bound).
+    share the work, and exchange numbers as `shared_cost` says; tensor parallel, each keeps everything (an upper bound).
 
     Args:
         home: where programs that it has need not be compiled again; they are compiled for its first device.
@@ -113,30 +113,25 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
         kept = 0 if span.key.is_last else _bytes(span.kept_shapes)
         outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
 
-        def seconds(work: _Work, count: int) -> float:
-            return max(work.flops / rates.flops_per_s, work.memory_bytes / rates.memory_bytes_per_s) / count
-
-        found: list[LayerCost] = []
-        for count in device_counts:
-            num_shares = num_batch_shares(config.microbatch_size, count, tensor_parallel=config.tensor_parallel)
-            num_workers = count if config.tensor_parallel else num_shares
-            forward_exchange_s, backward_exchange_s = exchange_s(
+        alone = LayerCost(
+            num_devices=1,
+            forward_s=forward.seconds(rates),
+            backward_s=backward.seconds(rates),
+            residual_bytes=kept,
+            temporary_bytes=temporary,
+        )
+        costs[kind] = tuple(
+            shared_cost(
+                alone,
                 count,
-                parameter_bytes,
-                outputs[kind] if config.tensor_parallel else 0,
-                rates,
+                microbatch_size=config.microbatch_size,
+                parameter_bytes=parameter_bytes,
+                summed_bytes=outputs[kind] if config.tensor_parallel else None,
                 is_recomputed=config.remat.of_layers is Remat.LAYER,
+                rates=rates,
             )
-            found.append(
-                LayerCost(
-                    num_devices=count,
-                    forward_s=seconds(forward, num_workers) + forward_exchange_s,
-                    backward_s=seconds(backward, num_workers) + backward_exchange_s,
-                    residual_bytes=-(-kept // num_shares),
-                    temporary_bytes=-(-temporary // num_shares) + (parameter_bytes if count > 1 else 0),
-                )
-            )
-        costs[kind] = tuple(found)
+            for count in device_counts
+        )
     return _profile(
         config,
         model,
@@ -283,6 +278,9 @@ def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
 class _Work:
     flops: float
     memory_bytes: float
+
+    def seconds(self, rates: DeviceRates) -> float:
+        return max(self.flops / rates.flops_per_s, self.memory_bytes / rates.memory_bytes_per_s)
 
 
 def _analysed(span: Span) -> tuple[_Work, _Work]:

@@ -175,20 +175,23 @@ def _layer(
     passes = 3 if remat.of_layers is Remat.LAYER and size.is_recomputed else 2
 
     output_bytes = size.num_outputs * microbatch_size * width_bytes
+    alone = LayerCost(
+        num_devices=1,
+        forward_s=forward_s,
+        backward_s=passes * forward_s,
+        residual_bytes=size.num_residuals * microbatch_size * width_bytes,
+        temporary_bytes=size.num_temporaries * microbatch_size * width_bytes + gradient_bytes,
+    )
 
     def cost(num_devices: int) -> LayerCost:
-        num_shares = num_batch_shares(microbatch_size, num_devices, tensor_parallel=tensor_parallel)
-        num_workers = num_devices if tensor_parallel else num_shares
-        forward_exchange_s, backward_exchange_s = exchange_s(
-            num_devices, parameter_bytes, output_bytes if tensor_parallel else 0, rates, is_recomputed=passes > 2
-        )
-        return LayerCost(
-            num_devices=num_devices,
-            forward_s=forward_s / num_workers + forward_exchange_s,
-            backward_s=passes * forward_s / num_workers + backward_exchange_s,
-            residual_bytes=-(-size.num_residuals * microbatch_size * width_bytes // num_shares),
-            temporary_bytes=-(-(size.num_temporaries * microbatch_size * width_bytes + gradient_bytes) // num_shares)
-            + (parameter_bytes if num_devices > 1 else 0),
+        return shared_cost(
+            alone,
+            num_devices,
+            microbatch_size=microbatch_size,
+            parameter_bytes=parameter_bytes,
+            summed_bytes=output_bytes if tensor_parallel else None,
+            is_recomputed=passes > 2,
+            rates=rates,
         )
 
     return LayerProfile(
@@ -199,21 +202,38 @@ def _layer(
     )
 
 
-def exchange_s(
-    num_devices: int, parameter_bytes: int, summed_bytes: int, rates: DeviceRates, *, is_recomputed: bool
-) -> tuple[float, float]:
-    """Return the seconds that devices of a node exchange numbers in the forward and in the backward pass of a layer.
+def shared_cost(
+    alone: LayerCost,
+    num_devices: int,
+    *,
+    microbatch_size: int,
+    parameter_bytes: int,
+    summed_bytes: int | None,
+    is_recomputed: bool,
+    rates: DeviceRates,
+) -> LayerCost:
+    """Return the cost of a layer on several devices of a node, from that on one.
 
     They gather its parameters, once forward and twice backward; or, tensor parallel, they sum activations by a ring,
     twice each way, and twice more where the layer is recomputed (Megatron-LM, section 3).
 
     Args:
-        summed_bytes: of the activation that is summed, as large as the layer's output; 0: parameters are gathered.
+        summed_bytes: of the layer's output, as large as what is summed; where it is 0, parameters are gathered. None:
+            the devices are not tensor parallel.
     """
+    num_shares = num_batch_shares(microbatch_size, num_devices, tensor_parallel=summed_bytes is not None)
+    num_workers = num_shares if summed_bytes is None else num_devices
     part_s = (num_devices - 1) / num_devices / rates.node_bytes_per_s
+    forward_bytes, backward_bytes = parameter_bytes, 2 * parameter_bytes
     if summed_bytes:
-        return 4 * summed_bytes * part_s, (8 if is_recomputed else 4) * summed_bytes * part_s
-    return parameter_bytes * part_s, 2 * parameter_bytes * part_s
+        forward_bytes, backward_bytes = 4 * summed_bytes, (8 if is_recomputed else 4) * summed_bytes
+    return LayerCost(
+        num_devices=num_devices,
+        forward_s=alone.forward_s / num_workers + forward_bytes * part_s,
+        backward_s=alone.backward_s / num_workers + backward_bytes * part_s,
+        residual_bytes=-(-alone.residual_bytes // num_shares),
+        temporary_bytes=-(-alone.temporary_bytes // num_shares) + (parameter_bytes if num_devices > 1 else 0),
+    )
 
 
 def adamw_state(num_parameters: int, precision: Precision = Precision.FLOAT32) -> StateBytes:
