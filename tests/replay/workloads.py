@@ -34,7 +34,7 @@ def workload(*, num_microbatches: int = 12, memory_bytes: int = 10_000, link: Ra
     profile = make_profile([layer] * 4, **({} if link is None else {"link": link}))
     return Workload(
         name="four layers",
-        profile=profile,
+        profile=replace(profile, microbatch_size=1),
         num_microbatches=num_microbatches,
         sequence_length=8,
         device_memory_bytes=memory_bytes,
