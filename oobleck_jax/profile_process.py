@@ -11,6 +11,7 @@ in a run they all are busy.
 
 import argparse
 import contextlib
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from oobleck_jax.execution.profiler import measure_profile
 from oobleck_jax.execution.rates import measure_rates
 from oobleck_jax.launch import available_cores
 from oobleck_jax.planning.profile import Profile, Rate, profile_to_json
+from oobleck_jax.program_origin import store_of
 
 
 def main() -> None:
@@ -37,7 +39,9 @@ def main() -> None:
     if arguments.compilation_cache is not None:
         arguments.compilation_cache.mkdir(parents=True, exist_ok=True)
         use_compilation_cache(arguments.compilation_cache)
-    home = home_of(config, config.model.build(), shared_cache=arguments.compilation_cache)
+    home = home_of(
+        config, config.model.build(), store_of(config, arguments.compilation_cache, run=secrets.token_hex(8))
+    )
 
     def measure(link: Rate, sum_rate: Rate, progress: Callable[[str, int, int], None]) -> Profile:
         return measure_profile(config, home=home, link=link, sum_rate=sum_rate, progress=progress)

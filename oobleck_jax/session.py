@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import signal
 import socket
 import ssl
@@ -307,6 +308,7 @@ class Session:
         setting, config = self._setting, self._setting.config
         return Terms(
             config_json=config_to_json(setting.preset, setting.proposer.config),
+            run=secrets.token_hex(8),
             config_digest=config_digest(self._config_json),
             versions=software_versions(),
             num_nodes=config.nodes,

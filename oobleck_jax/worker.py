@@ -55,6 +55,7 @@ from oobleck_jax.execution.recorder import make_recorder
 from oobleck_jax.inject import AtMoment, Moment, WorkerInjector
 from oobleck_jax.launch import pin
 from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.program_origin import store_of
 from oobleck_jax.saved_states import StateSaver, pretrained_params, reader_of
 
 
@@ -344,7 +345,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
     model = config.model.build()
     link = TransferLink(host=arguments.host)
     injector = WorkerInjector(welcome.faults, incarnation=arguments.incarnation)
-    home = home_of(config, model, shared_cache=arguments.compilation_cache)
+    home = home_of(config, model, store_of(config, arguments.compilation_cache, run=welcome.run))
     trainer = NodeTrainer(
         config=config,
         model=model,

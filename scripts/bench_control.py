@@ -178,6 +178,7 @@ async def _coordinate(
 
         terms = Terms(
             config_json="{}",
+            run="bench",
             config_digest="bench",
             versions=VERSIONS,
             num_nodes=num_nodes,

@@ -4,8 +4,8 @@
 
 Plans of one and two nodes, each node with one core and one compute thread: different cuts, different numbers of
 microbatches. Every round measures a profile as a run does at its start, and then runs each plan with scripts/train.py.
-Machines are shared, and what else runs there only ever adds: what counts is the least time, of each kind of layer over
-all profiles, and of each plan over all steps.
+Machines are shared, and their clocks go up and down: what counts is the median, of each kind of layer over all
+profiles, and of each plan over all steps of all rounds.
 """
 
 import json
@@ -92,15 +92,14 @@ def main(arguments: Arguments) -> int:
             for number in range(arguments.rounds):
                 profiles.append(measured(arguments.preset, base, folder, cores))
                 for case in cases:
-                    times_s[case].append(run(arguments, case, folder, cores))
-                    print(f"round {number + 1}: {case.text} took {times_s[case][-1]:.3f} s", flush=True)
-            profile = quietest(profiles)
+                    times_s[case] += (steps_s := run(arguments, case, folder, cores))
+                    print(f"round {number + 1}: {case.text} takes {statistics.median(steps_s):.3f} s", flush=True)
+            profile = usual(profiles)
             favourite = favourite_of(base, profile, cases[0].num_microbatches)
             for number in range(arguments.rounds if favourite not in cases else 0):
-                times_s.setdefault(favourite, []).append(run(arguments, favourite, folder, cores))
-                print(
-                    f"favourite, round {number + 1}: {favourite.text} took {times_s[favourite][-1]:.3f} s", flush=True
-                )
+                times_s.setdefault(favourite, []).extend(steps_s := run(arguments, favourite, folder, cores))
+                median_s = statistics.median(steps_s)
+                print(f"favourite, round {number + 1}: {favourite.text} takes {median_s:.3f} s", flush=True)
         except (OobleckError, subprocess.SubprocessError) as error:
             print(f"bench_prediction.py: {error}", file=sys.stderr)
             return 1
@@ -110,7 +109,7 @@ def main(arguments: Arguments) -> int:
             nodes=case.num_nodes,
             microbatches=case.num_microbatches,
             predicted_s=forecast(base, case, profile).step_s,
-            measured_s=min(found),
+            measured_s=statistics.median(found),
             is_favourite=case == favourite,
         )
         for case, found in times_s.items()
@@ -173,8 +172,8 @@ def measured(preset: str, base: RunConfig, folder: Path, cores: Sequence[int]) -
     return profile
 
 
-def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) -> float:
-    """Run a plan, each node on its own core; return the least time of its steps but the first."""
+def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) -> list[float]:
+    """Run a plan, each node on its own core; return the times of its steps but the first."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         run_dir = Path(name) / "run"
         command = [sys.executable, str(TRAIN), "--preset", arguments.preset, "--nodes", str(case.num_nodes)]
@@ -192,33 +191,37 @@ def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) ->
         if result.returncode:
             raise OobleckError(f"the run of {case.text} failed:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return min(json.loads(line)["step_time_s"] for line in lines[1:])
+        return [json.loads(line)["step_time_s"] for line in lines[1:]]
 
 
-def quietest(profiles: Sequence[Profile]) -> Profile:
-    """Return the smallest times of several profiles of one model."""
+def usual(profiles: Sequence[Profile]) -> Profile:
+    """Return the medians of several profiles of one model."""
     layers = tuple(
         replace(
-            layer, costs=tuple(_least_cost([other.layers[number] for other in profiles], cost) for cost in layer.costs)
+            layer, costs=tuple(_median_cost([other.layers[number] for other in profiles], cost) for cost in layer.costs)
         )
         for number, layer in enumerate(profiles[0].layers)
     )
     return replace(
         profiles[0],
         layers=layers,
-        link=_least_rate([profile.link for profile in profiles]),
-        sum=_least_rate([profile.sum for profile in profiles]),
-        update_s_per_byte=min(profile.update_s_per_byte for profile in profiles),
+        link=_median_rate([profile.link for profile in profiles]),
+        sum=_median_rate([profile.sum for profile in profiles]),
+        update_s_per_byte=statistics.median(profile.update_s_per_byte for profile in profiles),
     )
 
 
-def _least_cost(layers: Sequence[LayerProfile], cost: LayerCost) -> LayerCost:
+def _median_cost(layers: Sequence[LayerProfile], cost: LayerCost) -> LayerCost:
     found = [other for layer in layers if (other := layer.cost_on(cost.num_devices)) is not None]
-    return replace(cost, forward_s=min(o.forward_s for o in found), backward_s=min(o.backward_s for o in found))
+    return replace(
+        cost,
+        forward_s=statistics.median(other.forward_s for other in found),
+        backward_s=statistics.median(other.backward_s for other in found),
+    )
 
 
-def _least_rate(rates: Sequence[Rate]) -> Rate:
-    return min(rates, key=lambda rate: rate.seconds(1e6))
+def _median_rate(rates: Sequence[Rate]) -> Rate:
+    return sorted(rates, key=lambda rate: rate.seconds(1e6))[len(rates) // 2]
 
 
 def forecast(base: RunConfig, case: Case, profile: Profile) -> Forecast:

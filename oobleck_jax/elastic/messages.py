@@ -247,6 +247,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     config_json: str  # preset reference and all its fields, from config_to_json
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
+    run: str = ""  # differs from run to run
     faults: tuple[str, ...] = ()  # what is to go wrong with this worker on purpose (faults.py)
     ahead: tuple[Stage, ...] = ()  # stages whose programs it gets ready before it is ready itself: the run has begun
 

@@ -53,6 +53,7 @@ class Terms:
 
     Attributes:
         config_json: what every worker is configured with.
+        run: differs from run to run.
         config_digest: of what the user asked for; a node that has flags of its own must have the same.
         versions: of the software every node must run, by name.
         num_nodes: nodes to wait for at the start.
@@ -74,6 +75,7 @@ class Terms:
     """
 
     config_json: str
+    run: str
     config_digest: str
     versions: Mapping[str, str]
     num_nodes: int

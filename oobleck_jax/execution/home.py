@@ -4,12 +4,9 @@ Parameters, optimizer state and compiled programs live here. Programs are held a
 cache clearing touches them, and they cannot compile by surprise in the middle of a step.
 """
 
-import fcntl
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from oobleck_jax.config import RunConfig
+from oobleck_jax.execution.program_store import ProgramStore
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.profile import num_batch_shares
 
@@ -25,15 +23,13 @@ from oobleck_jax.planning.profile import num_batch_shares
 TensorDims: TypeAlias = Mapping[str, int]
 """The dim of each parameter that devices share out among them, as `Layer.tensor_dims`."""
 
-_TURN_LIMIT_S = 120.0
-
 
 class Home:
     """The devices of one node, and every program compiled for them.
 
     Attributes:
         devices: local devices, in the order that plans number them.
-        num_compilations: programs compiled (or read from the persistent cache) so far.
+        num_compilations: programs compiled (or read from the store) so far.
         compile_s: seconds spent on them.
         spans: those made so far (span.py), by key.
     """
@@ -42,20 +38,19 @@ class Home:
         self,
         devices: Sequence[jax.Device],
         *,
-        shared_cache: Path | None = None,
+        store: ProgramStore | None = None,
         compiler_options: Mapping[str, str | bool] | None = None,
         tensor_dims: TensorDims | None = None,
     ) -> None:
         """Take the devices.
 
         Args:
-            shared_cache: folder of JAX's persistent compilation cache, if workers of this host share one. Of several
-                that need the same program at the same time, one compiles it and the others read it.
+            store: of programs that workers of this host share.
             compiler_options: for XLA, besides those of XLA_FLAGS.
             tensor_dims: of the model, if the devices of a stage are to be tensor parallel.
         """
         self.devices = tuple(devices)
-        self._shared_cache = shared_cache
+        self._store = store
         self._compiler_options = dict(compiler_options or {})
         self._tensor_dims = tensor_dims
         self.num_compilations = 0
@@ -73,7 +68,7 @@ class Home:
         self,
         key: Hashable,
         function: Callable[..., Any],
-        arguments: Sequence[Any],
+        arguments: Callable[[], Sequence[Any]],
         *,
         donate: tuple[int, ...] = (),
         out_shardings: Any = None,
@@ -81,9 +76,9 @@ class Home:
         """Return the program stored under `key`; compile it first if it is new.
 
         Args:
-            key: everything the program depends on.
-            function: what to compile; traced only if the key is new.
-            arguments: pytrees of `jax.ShapeDtypeStruct` with shardings.
+            key: everything the program depends on, besides the origin of the store.
+            function: what to compile; traced only if the key is new here and in the store.
+            arguments: makes pytrees of `jax.ShapeDtypeStruct` with shardings; called when the function is traced.
             donate: positions of arguments whose memory the program may reuse.
             out_shardings: shardings of the results, as in `jax.jit`; None lets XLA choose.
         """
@@ -96,41 +91,44 @@ class Home:
         # recovery must not stand behind what is compiled for later.
         with compiling:
             if key not in self._programs:
-                self._programs[key] = self._compile(function, arguments, donate, out_shardings)
+                self._programs[key] = self._compile(key, function, arguments, donate, out_shardings)
         return self._programs[key]
 
+    def fact(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        """Return what is known under a key, a plain value that takes tracing to find out; not None."""
+        found = None if self._store is None else self._store.fact(key)
+        if found is None:
+            found = find()
+            if self._store is not None:
+                self._store.keep_fact(key, found)
+        return found
+
     def _compile(
-        self, function: Callable[..., Any], arguments: Sequence[Any], donate: tuple[int, ...], out_shardings: Any
+        self,
+        key: Hashable,
+        function: Callable[..., Any],
+        arguments: Callable[[], Sequence[Any]],
+        donate: tuple[int, ...],
+        out_shardings: Any,
     ) -> jax.stages.Compiled:
-        began_s = time.monotonic()
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
-        lowered = jax.jit(function, donate_argnums=donate, keep_unused=True, **options).lower(*arguments)
-        with self._turn(lowered):
-            program = lowered.compile(self._compiler_options)
+        jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
+        began_s = time.monotonic()
+        if self._store is None:
+            program = jitted.lower(*arguments()).compile(self._compiler_options)
+        else:
+            program = self._store.program(key, lambda: jitted.lower(*arguments()), self._compiler_options)
         with self._lock:
             self.num_compilations += 1
             self.compile_s += time.monotonic() - began_s
         return program
 
-    @contextmanager
-    def _turn(self, lowered: jax.stages.Lowered) -> Iterator[None]:
-        """Wait until no other process compiles this program; for a while, in case that process is stuck."""
-        if self._shared_cache is None:
-            yield
-            return
-        name = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:32]
-        with (self._shared_cache / f"{name}.turn").open("a") as file:
-            deadline_s = time.monotonic() + _TURN_LIMIT_S
-            while not _try_lock(file.fileno()) and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-            yield
 
-
-def home_of(config: RunConfig, model: LayeredModel, *, shared_cache: Path | None) -> Home:
+def home_of(config: RunConfig, model: LayeredModel, store: ProgramStore | None) -> Home:
     """Return the home of a process that does the work of a node."""
     return Home(
         jax.local_devices()[: config.devices_per_node],
-        shared_cache=shared_cache,
+        store=store,
         tensor_dims=model.tensor_dims if config.tensor_parallel else None,
     )
 
@@ -141,14 +139,6 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class StageDevices:

@@ -8,6 +8,8 @@ What is private here, and why it is needed:
 - `jax.experimental.transfer`: public by name, experimental by nature.
 - `jax.Array.is_ready`: the only way to wait with a deadline.
 - The object that `jax.vjp` returns: residuals that do not carry the primals.
+- `jax.experimental.serialize_executable`: compiled programs that are kept on disk; and the settings of JAX's own cache
+  for one thread, because what comes out of it cannot be serialized again.
 
 The functions import what they need when they are called, because the coordinator only hosts coordination services and
 should not pay for all of jax (105 MB instead of 170).
@@ -225,3 +227,33 @@ def _require(owner: Any, name: str) -> Any:
             f"{OLDEST_JAX[0]}.{OLDEST_JAX[1]} on that has it, such as jax==0.12.0"
         )
     return found
+
+
+# ------------------------------------------------------------------------------------ programs on disk
+
+
+def serialized(program: Any) -> Any:
+    """Return a compiled program as something to pickle."""
+    shardings = importlib.import_module("jax").tree.leaves((program.input_shardings, program.output_shardings))
+    numbers = {device.id for sharding in shardings for device in sharding.device_set}
+    return numbers, importlib.import_module("jax.experimental.serialize_executable").serialize(program)
+
+
+def deserialized(found: Any) -> Any:
+    """Return a program (`jax.stages.Compiled`) for local devices with the numbers of those it was compiled for."""
+    numbers, content = found
+    devices = [device for device in importlib.import_module("jax").local_devices() if device.id in numbers]
+    load = importlib.import_module("jax.experimental.serialize_executable").deserialize_and_load
+    return load(*content, backend=devices[0].client, execution_devices=devices)
+
+
+@contextlib.contextmanager
+def kept_out_of_cache() -> Iterator[None]:
+    """Compile, in this thread, without leaving anything in JAX's persistent cache.
+
+    A program that comes out of that cache and is serialized again is no longer whole (XLA for CPUs: "Function ... not
+    found" when it runs), so programs that are to be serialized must not get into it.
+    """
+    setting = _require(importlib.import_module("jax._src.config"), "persistent_cache_min_compile_time_secs")
+    with setting(float("inf")):
+        yield

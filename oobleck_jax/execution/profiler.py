@@ -6,6 +6,7 @@ stage; estimating lowers the same mathematics with shapes only, so that a model 
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
             value, acc, dx = span.loss_and_gradients(params, x, targets, scale, acc, randomness, layer)
             return value, acc, dx
 
-        forward_s, backward_s = 0.0, _least_s(loss, repetitions)
+        forward_s, backward_s = 0.0, _median_s(loss, repetitions)
         residual_bytes = 0
     else:
         shardings = span.kept(span.x_spec.sharding, list(span.forward.output_shardings[1]))
@@ -194,8 +195,8 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
                 accs[number] = span.backward(arguments[number][0], kept[number], y, accs[number])[0]
             return accs
 
-        forward_s = _least_s(forward, repetitions) / num_spans
-        backward_s = _least_s(backward, repetitions) / num_spans
+        forward_s = _median_s(forward, repetitions) / num_spans
+        backward_s = _median_s(backward, repetitions) / num_spans
     count = len(span.devices.devices)
     return LayerCost(
         num_devices=count,
@@ -206,8 +207,8 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
     )
 
 
-def _least_s(call: Callable[[], Any], repetitions: int) -> float:
-    """Return how long a call takes when nothing disturbs it: what else runs on the machine only ever adds.
+def _median_s(call: Callable[[], Any], repetitions: int) -> float:
+    """Return how long a call usually takes: a step is long, and the least time is that of a lucky moment of the clock.
 
     Where one core computes, that is its time in this process, which does not count what others take of the core.
     """
@@ -221,7 +222,7 @@ def _least_s(call: Callable[[], Any], repetitions: int) -> float:
         began_s = now_s()
         jax.block_until_ready(call())
         times_s.append(now_s() - began_s)
-    return min(times_s)
+    return statistics.median(times_s)
 
 
 def _measure_update(
@@ -256,7 +257,7 @@ def _measure_update(
         run = builder.update(run, np.stack(list(gradient_NP)), 1.0, 0.0, devices)
         return run.params
 
-    return _least_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
+    return _median_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
 
 
 def _random_arguments(span: Span) -> tuple[Any, jax.Array, Any, Any, jax.Array]:

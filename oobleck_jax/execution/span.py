@@ -14,7 +14,7 @@ Shapes: B microbatch, T sequence, N layers of the span, P parameters of a layer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -83,17 +83,23 @@ class Span:
 
     def __post_init__(self) -> None:
         scanned = not self.functions.tied_shapes and not self.key.is_last
-        own, tied = self._shapes
-        call = (lambda own, tied, x: self.functions.apply(own, tied, x, None)) if not self.key.is_last else _no_output
-        y = jax.eval_shape(call, own, tied, self.x_spec)
-        scanned = scanned and (y.shape, y.dtype) == (self.x_spec.shape, self.x_spec.dtype)
+        y_shape, y_dtype = self.home.fact((replace(self.key, num_layers=1), "y"), self._find_y)
+        scanned = scanned and (y_shape, y_dtype) == (self.x_spec.shape, str(self.x_spec.dtype))
         assert scanned or self.key.num_layers == 1, (
             f"{self.key.num_layers} layers of kind {self.key.kind} cannot be scanned"
         )
         object.__setattr__(self, "is_scanned", scanned)
-        object.__setattr__(self, "y_spec", self.devices.batch_spec(y.shape, y.dtype))
+        object.__setattr__(self, "y_spec", self.devices.batch_spec(y_shape, y_dtype))
 
     # -- shapes of arguments
+
+    def _find_y(self) -> tuple[tuple[int, ...], str]:
+        """Return shape and dtype of the output; none of the last layer, which has a loss instead."""
+        if self.key.is_last:
+            return (), "float32"
+        own, tied = self._shapes
+        y = jax.eval_shape(lambda own, tied, x: self.functions.apply(own, tied, x, None), own, tied, self.x_spec)
+        return y.shape, str(y.dtype)
 
     @property
     def _shapes(self) -> SpanParams:
@@ -150,6 +156,14 @@ class Span:
         return self.params_specs, self.x_spec, self.random_specs, self.layer_spec
 
     @property
+    def _kept_specs(self) -> list[jax.ShapeDtypeStruct]:
+        shardings = self.kept(self.x_spec.sharding, list(self.forward.output_shardings[1]))
+        return [
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            for shape, sharding in zip(self.kept_shapes, shardings, strict=True)
+        ]
+
+    @property
     def _targets_spec(self) -> jax.ShapeDtypeStruct:
         return self.devices.batch_spec(self.key.targets_shape, jnp.int32)
 
@@ -159,17 +173,13 @@ class Span:
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`, residuals as a list of arrays."""
         shardings = self.devices.replicated if len(self.devices.devices) == 1 else (self.y_spec.sharding, None)
-        return self.home.compiled((self.key, "forward"), self._forward, self._forward_specs, out_shardings=shardings)
+        return self.home.compiled(
+            (self.key, "forward"), self._forward, lambda: self._forward_specs, out_shardings=shardings
+        )
 
     @once
     def backward(self) -> jax.stages.Compiled:
         """`(params, kept, dy, acc) -> acc, dx`; `acc` is donated, `dx` is None for token inputs."""
-        shapes = self.kept_shapes
-        shardings = self.kept(self.x_spec.sharding, list(self.forward.output_shardings[1]))
-        kept_specs = [
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-            for shape, sharding in zip(shapes, shardings, strict=True)
-        ]
 
         def backward(params: SpanParams, kept: list[Array], dy: Array, acc: SpanParams) -> Any:
             x, residuals = (kept[0], kept[1:]) if self._needs_x else (None, kept)
@@ -178,9 +188,12 @@ class Span:
             gradients = restore_residuals(stripped, primals)(dy)
             return accumulate(acc, gradients[0]), None if self.takes_tokens else gradients[1]
 
-        specs = (self.params_specs, kept_specs, self.y_spec, self.accumulator_specs)
         return self.home.compiled(
-            (self.key, "backward"), backward, specs, donate=(3,), out_shardings=self._gradient_shardings
+            (self.key, "backward"),
+            backward,
+            lambda: (self.params_specs, self._kept_specs, self.y_spec, self.accumulator_specs),
+            donate=(3,),
+            out_shardings=self._gradient_shardings,
         )
 
     @once
@@ -205,17 +218,21 @@ class Span:
             return loss, accumulate(acc, dparams), dx
 
         scalar = self.devices.replicated_spec((), jnp.float32)
-        specs = (
-            self.params_specs,
-            self.x_spec,
-            self._targets_spec,
-            scalar,
-            self.accumulator_specs,
-            self.random_specs,
-            self.layer_spec,
+        return self.home.compiled(
+            (self.key, "loss"),
+            loss_and_gradients,
+            lambda: (
+                self.params_specs,
+                self.x_spec,
+                self._targets_spec,
+                scalar,
+                self.accumulator_specs,
+                self.random_specs,
+                self.layer_spec,
+            ),
+            donate=(4,),
+            out_shardings=(scalar.sharding, *self._gradient_shardings),
         )
-        shardings = (scalar.sharding, *self._gradient_shardings)
-        return self.home.compiled((self.key, "loss"), loss_and_gradients, specs, donate=(4,), out_shardings=shardings)
 
     @once
     def infer(self) -> jax.stages.Compiled:
@@ -224,7 +241,7 @@ class Span:
         return self.home.compiled(
             (self.key, "infer"),
             lambda params, x: self._apply(params, x, None, zero),
-            (self.params_specs, self.x_spec),
+            lambda: (self.params_specs, self.x_spec),
             out_shardings=self.y_spec.sharding,
         )
 
@@ -234,7 +251,7 @@ class Span:
         return self.home.compiled(
             (self.key, "infer_loss"),
             lambda params, x, targets: self._module(params).loss(x, targets, None),
-            (self.params_specs, self.x_spec, self._targets_spec),
+            lambda: (self.params_specs, self.x_spec, self._targets_spec),
             out_shardings=self.devices.replicated,
         )
 
@@ -245,7 +262,7 @@ class Span:
         return self.home.compiled(
             (self.key, "zeros"),
             lambda: jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), specs),
-            (),
+            lambda: (),
             out_shardings=jax.tree.map(lambda spec: spec.sharding, specs),
         )
 
@@ -258,7 +275,7 @@ class Span:
                 flatten_layers(acc[0], self.key.num_layers),
                 {attribute: flatten_layers(tree, 1) for attribute, tree in acc[1].items()},
             ),
-            (self.accumulator_specs,),
+            lambda: (self.accumulator_specs,),
             out_shardings=(
                 self.devices.replicated,
                 dict.fromkeys(self.functions.tied_shapes, self.devices.replicated),
@@ -303,6 +320,9 @@ class Span:
     @once
     def _needs_x(self) -> bool:
         """Whether `backward` needs the input as it is."""
+        return self.home.fact((self.key, "needs x"), self._find_needs_x)
+
+    def _find_needs_x(self) -> bool:
         if not self._residual_structure:
             jax.eval_shape(self._forward, *self._forward_specs)
         stripped = jax.tree.unflatten(self._residual_structure[0], self._residual_structure[0].num_leaves * [None])
@@ -317,10 +337,6 @@ class Span:
 def _flatten(tree: Any) -> tuple[list[Array], list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
     return leaves, [structure]
-
-
-def _no_output(own: Params, tied: Params, x: Array) -> Float[Array, ""]:
-    return jnp.zeros((), jnp.float32)
 
 
 def accumulate(acc: SpanParams, gradients: SpanParams) -> SpanParams:

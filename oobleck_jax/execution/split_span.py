@@ -39,28 +39,21 @@ class SplitSpan:
     @once
     def forward(self) -> jax.stages.Compiled:
         """`(params, x, randomness, first_layer) -> y, residuals`."""
-        return self._compiled("forward", self._forward, self._forward_specs)
+        return self._compiled("forward", self._forward, lambda: self._forward_specs)
 
     @once
     def backward_input(self) -> jax.stages.Compiled:
         """`(params, residuals, dy) -> dx, saved`."""
-        return self._compiled("backward input", self._backward_input, self._backward_specs)
+        return self._compiled("backward input", self._backward_input, lambda: self._backward_specs)
 
     @once
     def backward_weights(self) -> jax.stages.Compiled:
         """`(params, residuals, saved, acc) -> acc`; `acc` is donated."""
-        params, residuals, dy = self._backward_specs
-        if self.span.takes_tokens:
-            saved = [dy]
-        else:
-            shapes = jax.eval_shape(self._backward_input, params, residuals, dy)[1]
-            saved = _with_shardings(shapes, list(self.backward_input.output_shardings[1]))
-        specs = (params, self.weight_residuals(residuals), saved, self.span.accumulator_specs)
         shardings = jax.tree.map(lambda spec: spec.sharding, self.span.accumulator_specs)
         return self.span.home.compiled(
             (self.span.key, "split", "backward weights"),
             self._backward_weights,
-            specs,
+            self._weights_specs,
             donate=(3,),
             out_shardings=shardings,
         )
@@ -71,7 +64,7 @@ class SplitSpan:
 
     # -- helpers
 
-    def _compiled(self, name: str, function: Callable[..., Any], specs: Any) -> jax.stages.Compiled:
+    def _compiled(self, name: str, function: Callable[..., Any], specs: Callable[[], Any]) -> jax.stages.Compiled:
         devices = self.span.devices
         shardings: Any = None
         if len(devices.devices) == 1:
@@ -90,6 +83,15 @@ class SplitSpan:
         shapes = jax.eval_shape(self._forward, *self._forward_specs)[1]
         residuals = _with_shardings(shapes, list(self.forward.output_shardings[1]))
         return self.span.params_specs, residuals, self.span.y_spec
+
+    def _weights_specs(self) -> tuple[Any, ...]:
+        params, residuals, dy = self._backward_specs
+        if self.span.takes_tokens:
+            saved = [dy]
+        else:
+            shapes = jax.eval_shape(self._backward_input, params, residuals, dy)[1]
+            saved = _with_shardings(shapes, list(self.backward_input.output_shardings[1]))
+        return params, self.weight_residuals(residuals), saved, self.span.accumulator_specs
 
     # -- mathematics
 

@@ -126,7 +126,7 @@ class MeteredHome:
     What is there counts when a program is started, as if each ended before the next one is.
 
     Attributes:
-        devices, stage_devices: of the home.
+        devices, stage_devices, fact: of the home.
         spans: of its own, with programs that measure.
         peak_bytes: most bytes of the first device so far, without those that were there before.
     """
@@ -136,14 +136,14 @@ class MeteredHome:
         self.spans: dict[Any, Any] = {}
         self.peak_bytes = 0
         self._home = home
-        self.stage_devices = home.stage_devices
+        self.stage_devices, self.fact = home.stage_devices, home.fact
         self._before = _live_bytes(home.devices[0])
 
     def compiled(
         self,
         key: Hashable,
         function: Callable[..., Any],
-        arguments: Sequence[Any],
+        arguments: Callable[[], Sequence[Any]],
         *,
         donate: tuple[int, ...] = (),
         out_shardings: Any = None,

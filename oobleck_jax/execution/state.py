@@ -80,7 +80,9 @@ class StateBuilder:
         layer = group.layers[0]
         kind = self._model.layers[layer].kind
         scalar = StageDevices(self._home.devices[:1]).replicated_spec((), jnp.uint32)
-        init = self._home.compiled(("init", kind, self._precision), self._functions[kind].init, (scalar, scalar))
+        init = self._home.compiled(
+            ("init", kind, self._precision), self._functions[kind].init, lambda: (scalar, scalar)
+        )
         own, tied = init(np.uint32(seed % 2**32), np.uint32(layer))
         params = own if group.attribute is None else tied[group.attribute]
         # AdamW starts from zeros: the shapes are enough, and no program is needed.
@@ -133,7 +135,7 @@ class StateBuilder:
         return self._home.compiled(
             self.rounding_key(names, devices),
             lambda params: as_computed(params, self._precision),
-            (specs,),
+            lambda: (specs,),
             out_shardings=shardings,
         )
 
@@ -179,7 +181,7 @@ class StateBuilder:
             lambda params, state, gradient, factor, rate: update_groups(
                 self._optimizer, params, state, gradient, factor, rate
             ),
-            (params, state, gradient, scalar, scalar),
+            lambda: (params, state, gradient, scalar, scalar),
             donate=(0, 1),
             out_shardings=jax.tree.map(lambda spec: spec.sharding, (params, state)),
         )

@@ -53,6 +53,7 @@ def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]
 def terms(**changes: Any) -> Terms:
     values: dict[str, Any] = {
         "config_json": "{}",
+        "run": "run",
         "config_digest": "digest",
         "versions": {"jax": "0.10"},
         "num_nodes": 3,
