@@ -12,11 +12,13 @@ import jax
 
 # Sent in the thread that compiles, for programs read from the persistent cache, too.
 _EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class _Compiled(threading.local):
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.num_read = 0
 
 
 _compiled = _Compiled()
@@ -32,9 +34,20 @@ def compiled_since(number: int) -> tuple[str, ...]:
     return tuple(_compiled.names[number:])
 
 
+def num_read() -> int:
+    """Return how many programs the current thread has read from JAX's persistent cache so far."""
+    return _compiled.num_read
+
+
+def _listen_to_hits(event: str, **kwargs: str | int) -> None:
+    if event == _HIT:
+        _compiled.num_read += 1
+
+
 def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _EVENT:
         _compiled.names.append(str(kwargs.get("fun_name", "unknown")))
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
+jax.monitoring.register_event_listener(_listen_to_hits)

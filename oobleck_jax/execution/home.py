@@ -134,9 +134,9 @@ def home_of(config: RunConfig, model: LayeredModel, store: ProgramStore | None) 
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Let JAX keep every program that it compiles in a folder, and look there first."""
+    """Let JAX keep the small programs that it compiles unasked in a part of a folder, and look there first."""
     folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -20,12 +20,12 @@ def home(folder: Path, num_devices: int = 1, origin: str = "origin") -> Home:
     return Home(jax.devices("cpu")[:num_devices], store=ProgramStore(folder, origin))
 
 
-def doubled(home: Home, traced: list[str]) -> jax.Array:
+def doubled(home: Home, traced: list[str], *, factor: int = 2) -> jax.Array:
     """Return the result of a program that notes when it is traced."""
 
     def double(x: jax.Array) -> jax.Array:
         traced.append("double")
-        return 2 * x
+        return factor * x
 
     devices = StageDevices(home.devices)
     program = home.compiled(("double", devices.key), double, lambda: (devices.batch_spec((4,), jnp.float32),))
@@ -119,6 +119,15 @@ def test_a_program_of_another_origin_is_found_by_its_text(tmp_path: Path, monkey
         assert doubled(home(tmp_path, origin=origin), traced).tolist() == [0, 2, 4, 6]
     assert len(traced) == 2
     assert len(saved) == 1
+
+
+def test_what_came_out_of_the_cache_of_jax_is_not_stored(tmp_path: Path) -> None:
+    """XLA for CPUs cannot serialize it again: it would be found, and fail when it runs."""
+    traced: list[str] = []
+    for folder, store in ((tmp_path, None), (tmp_path / "one", True), (tmp_path / "one", True)):
+        there = home(folder) if store else Home(jax.devices("cpu")[:1])
+        assert doubled(there, traced, factor=3).tolist() == [0, 3, 6, 9]
+    assert len(traced) == 3
 
 
 def test_what_nobody_used_for_a_week_is_removed(tmp_path: Path) -> None:
