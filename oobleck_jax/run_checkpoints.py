@@ -122,6 +122,24 @@ def checkpoint_terms(every: str | None, store: CheckpointStore) -> Checkpoints:
     return Checkpoints(folder=folder, every_steps=steps or None, at_end=bool(steps))
 
 
+def checkpoint_folder(given: Path | None, run_dir: Path) -> Path:
+    """Return the absolute folder of a run's checkpoints.
+
+    Args:
+        given: by the user.
+        run_dir: has them otherwise.
+
+    Raises:
+        ConfigError: it is the address of an object store.
+    """
+    if given is not None and re.match(r"[a-z][a-z0-9+.-]+:/", str(given)):
+        raise ConfigError(
+            f"--checkpoint-dir {given} is in an object store; checkpoints are forced to disk, so they need a file "
+            "system: mount the store where all nodes see it (gcsfuse, mountpoint-s3), and give that folder"
+        )
+    return (given or run_dir / FOLDER).resolve()
+
+
 def link_checkpoints(run_dir: Path, store: CheckpointStore) -> None:
     """Make checkpoints that lie elsewhere reachable from the run directory, where all programs look for them.
 

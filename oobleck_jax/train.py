@@ -20,7 +20,7 @@ import msgspec
 
 from models.gpt import GptConfig
 from models.presets import config_to_json
-from oobleck_jax.checkpoint.store import FOLDER, CheckpointStore
+from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.choose_remat import choose_remat
 from oobleck_jax.cluster import ProcessPlace, find_place
 from oobleck_jax.config import Remat, RunConfig, check_config, flag
@@ -45,7 +45,7 @@ from oobleck_jax.past_run import PastRun, read_past
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_device, schedule_text
-from oobleck_jax.run_checkpoints import RunCheckpoints, checkpoint_terms, link_checkpoints
+from oobleck_jax.run_checkpoints import RunCheckpoints, checkpoint_folder, checkpoint_terms, link_checkpoints
 from oobleck_jax.run_dir import Contact, RunDir, read_contact
 from oobleck_jax.session import SIGNALS, Session, config_digest, software_versions
 from oobleck_jax.setting import Setting
@@ -110,7 +110,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
         return asyncio.run(run_agent(nodes.agent(f"{process.host}:{process.port}", config=config, node=node)))
 
     run_path = line.run.run_dir or _default_run_dir(line.run.preset)
-    store = CheckpointStore((line.run.checkpoint_dir or run_path / FOLDER).resolve())
+    store = CheckpointStore(checkpoint_folder(line.run.checkpoint_dir, run_path))
     terms = checkpoint_terms(line.run.checkpoint_every, store)
     check_data(config)
     _check_pretrained(config)

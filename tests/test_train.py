@@ -59,6 +59,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--wait-minutes", "-1"], "--wait-minutes is -1.0; it must not be negative"),
         (["--keep", "0"], "--keep is 0; it must be at least 1"),
         (["--checkpoint-every", "5x"], "--checkpoint-every 5x: give steps, such as 20, or minutes, such as 5m"),
+        (["--checkpoint-dir", "gs://bucket/run"], "--checkpoint-dir gs:/bucket/run is in an object store"),
         (["--init-from", "absent"], "absent/config.json cannot be read"),
         (["--join", "."], "--join .: there is no run in this directory"),
         (["--patience", "0"], "--patience is 0.0; it must be positive"),
