@@ -16,6 +16,7 @@ Nothing here imports jax.
 """
 
 import difflib
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -264,3 +265,9 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def source_digest(preset: str) -> str:
+    """Return a digest of the file that a preset of the user's own comes from; empty for ours."""
+    path, colon, _ = preset.rpartition(":")
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if colon else ""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.presets import config_to_json
+from models.presets import config_to_json, source_digest
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.child import child_command
 from oobleck_jax.elastic.worker_process import worker_environment
@@ -112,11 +112,12 @@ class Profiler:
     def path(self, preset: str, config: RunConfig) -> Path:
         """Return where the profile of a configuration is kept."""
         described = {
-            "model": [type(config.model).__qualname__, msgspec.to_builtins(config.model), _source_digest(preset)],
+            "model": [type(config.model).__qualname__, msgspec.to_builtins(config.model), source_digest(preset)],
             "microbatch": [config.microbatch_size, config.sequence_length, config.precision, config.remat],
             "devices": [config.devices_per_node, config.tensor_parallel, device_kind(), self.place.num_threads],
             "environment": [os.environ.get(name, "") for name in ("JAX_PLATFORMS", "XLA_FLAGS")],
             "versions": dict(self.versions),
+            "times": "medians",
         }
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
         name = Path(preset.rpartition(":")[0]).stem if ":" in preset else preset
@@ -193,12 +194,6 @@ def _read(path: Path) -> Profile | None:
         return profile_from_json(path.read_bytes())
     except (OSError, PlanError):
         return None
-
-
-def _source_digest(preset: str) -> str:
-    """Return a digest of the user's own file with the model; that of our presets has the version of the package."""
-    path, colon, _ = preset.rpartition(":")
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if colon else ""
 
 
 def _summary(profile: Profile) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from models.presets import config_from_json
 from oobleck_jax.elastic.child import child_command
+from oobleck_jax.elastic.messages import RunId
 from oobleck_jax.execution.home import home_of, use_compilation_cache
 from oobleck_jax.execution.profiler import measure_profile
 from oobleck_jax.execution.rates import measure_rates
@@ -35,13 +36,12 @@ def main() -> None:
     parser.add_argument("--peer-core", type=int, help="of another node")
     arguments = parser.parse_args()
     text = sys.stdin.read()
-    _, config = config_from_json(text)
+    preset, config = config_from_json(text)
     if arguments.compilation_cache is not None:
         arguments.compilation_cache.mkdir(parents=True, exist_ok=True)
         use_compilation_cache(arguments.compilation_cache)
-    home = home_of(
-        config, config.model.build(), store_of(config, arguments.compilation_cache, run=secrets.token_hex(8))
-    )
+    store = store_of(preset, config, arguments.compilation_cache, run_id=RunId(secrets.token_hex(8)))
+    home = home_of(config, config.model.build(), store)
 
     def measure(link: Rate, sum_rate: Rate, progress: Callable[[str, int, int], None]) -> Profile:
         return measure_profile(config, home=home, link=link, sum_rate=sum_rate, progress=progress)

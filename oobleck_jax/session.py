@@ -24,6 +24,7 @@ from oobleck_jax.dashboard.wiring import actions_on, address_text, make_dashboar
 from oobleck_jax.elastic.coordinator import Coordinator, Services
 from oobleck_jax.elastic.effects import Finish
 from oobleck_jax.elastic.membership import Membership
+from oobleck_jax.elastic.messages import RunId
 from oobleck_jax.elastic.resumption import Resumption
 from oobleck_jax.elastic.terms import OnLoss, Proposal, Terms
 from oobleck_jax.errors import RunFailed
@@ -308,7 +309,7 @@ class Session:
         setting, config = self._setting, self._setting.config
         return Terms(
             config_json=config_to_json(setting.preset, setting.proposer.config),
-            run=secrets.token_hex(8),
+            run_id=RunId(secrets.token_hex(8)),
             config_digest=config_digest(self._config_json),
             versions=software_versions(),
             num_nodes=config.nodes,

@@ -341,11 +341,11 @@ def main() -> None:
 
 
 def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.Namespace) -> Worker:
-    _, config = config_from_json(welcome.config_json)
+    preset, config = config_from_json(welcome.config_json)
     model = config.model.build()
     link = TransferLink(host=arguments.host)
     injector = WorkerInjector(welcome.faults, incarnation=arguments.incarnation)
-    home = home_of(config, model, store_of(config, arguments.compilation_cache, run=welcome.run))
+    home = home_of(config, model, store_of(preset, config, arguments.compilation_cache, run_id=welcome.run_id))
     trainer = NodeTrainer(
         config=config,
         model=model,

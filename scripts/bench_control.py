@@ -178,7 +178,7 @@ async def _coordinate(
 
         terms = Terms(
             config_json="{}",
-            run="bench",
+            run_id=messages.RunId("bench"),
             config_digest="bench",
             versions=VERSIONS,
             num_nodes=num_nodes,

@@ -44,7 +44,7 @@ class Arguments:
     """Flags of this benchmark."""
 
     preset: str = "gpt-laptop"  # what to train
-    microbatch_size: int = 1  # sequences per microbatch; few, so that steps are short enough to fall into quiet moments
+    microbatch_size: int = 1  # sequences per microbatch; few, so that many steps take little time
     rounds: int = 2  # each measures a profile and runs every plan once
     steps: int = 12  # of each run; the first is not counted
     json: Path | None = None  # where to write the result

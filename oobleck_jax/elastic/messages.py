@@ -26,12 +26,16 @@ When the coordinator is lost, the agents keep their workers and join its success
 A node that is to leave (SIGTERM) says `Leaving` and gets its `Stop` once the others do without it.
 """
 
-from typing import TypeAlias
+from typing import NewType, TypeAlias
 
 import msgspec
 
 from oobleck_jax.checkpoint.manifest import GroupRecord
 from oobleck_jax.planning.plan import NodeId, Plan, Stage
+
+
+RunId = NewType("RunId", str)
+"""Differs from run to run, and from start to start of a coordinator."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -247,7 +251,7 @@ class Welcome(Message, frozen=True, kw_only=True):
     config_json: str  # preset reference and all its fields, from config_to_json
     cores: tuple[int, ...]  # cores to pin the worker to; empty: do not pin
     num_threads: int  # compute threads of the worker; 0: as many as it has cores
-    run: str = ""  # differs from run to run
+    run_id: RunId
     faults: tuple[str, ...] = ()  # what is to go wrong with this worker on purpose (faults.py)
     ahead: tuple[Stage, ...] = ()  # stages whose programs it gets ready before it is ready itself: the run has begun
 

@@ -119,7 +119,7 @@ class Roster:
             config_json=self._terms.config_json,
             cores=cores,
             num_threads=num_threads,
-            run=self._terms.run,
+            run_id=self._terms.run_id,
             faults=self._terms.faults_of(node.node) if is_first else (),
             ahead=ahead,
         )

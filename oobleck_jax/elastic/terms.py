@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from oobleck_jax.elastic.limits import Limits
+from oobleck_jax.elastic.messages import RunId
 from oobleck_jax.planning.plan import NodeId, Plan, Stage
 
 
@@ -53,7 +54,7 @@ class Terms:
 
     Attributes:
         config_json: what every worker is configured with.
-        run: differs from run to run.
+        run_id: of the run; a coordinator that is started again has a new one.
         config_digest: of what the user asked for; a node that has flags of its own must have the same.
         versions: of the software every node must run, by name.
         num_nodes: nodes to wait for at the start.
@@ -75,7 +76,7 @@ class Terms:
     """
 
     config_json: str
-    run: str
+    run_id: RunId
     config_digest: str
     versions: Mapping[str, str]
     num_nodes: int

@@ -25,13 +25,18 @@ _compiled = _Compiled()
 
 
 def num_compilations() -> int:
-    """Return how many programs the current thread has compiled, or read from the persistent cache, so far."""
+    """Return how many programs the current thread has compiled, or got from a cache or a store, so far."""
     return len(_compiled.names)
 
 
 def compiled_since(number: int) -> tuple[str, ...]:
     """Return the names of the programs that the current thread has compiled after the first `number`."""
     return tuple(_compiled.names[number:])
+
+
+def note_loaded(name: str) -> None:
+    """Count a program that the current thread has loaded from a store (program_store.py)."""
+    _compiled.names.append(name)
 
 
 def num_read() -> int:

@@ -5,7 +5,6 @@ cache clearing touches them, and they cannot compile by surprise in the middle o
 """
 
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +29,6 @@ class Home:
     Attributes:
         devices: local devices, in the order that plans number them.
         num_compilations: programs compiled (or read from the store) so far.
-        compile_s: seconds spent on them.
         spans: those made so far (span.py), by key.
     """
 
@@ -54,7 +52,6 @@ class Home:
         self._compiler_options = dict(compiler_options or {})
         self._tensor_dims = tensor_dims
         self.num_compilations = 0
-        self.compile_s = 0.0
         self.spans: dict[Any, Any] = {}
         self._programs: dict[Hashable, jax.stages.Compiled] = {}
         self._lock = threading.Lock()  # of the dicts and counts; never held while anything is compiled
@@ -66,7 +63,7 @@ class Home:
 
     def compiled(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         function: Callable[..., Any],
         arguments: Callable[[], Sequence[Any]],
         *,
@@ -76,7 +73,7 @@ class Home:
         """Return the program stored under `key`; compile it first if it is new.
 
         Args:
-            key: everything the program depends on, besides the origin of the store.
+            key: everything the program depends on, besides the origin of the store; the devices, too.
             function: what to compile; traced only if the key is new here and in the store.
             arguments: makes pytrees of `jax.ShapeDtypeStruct` with shardings; called when the function is traced.
             donate: positions of arguments whose memory the program may reuse.
@@ -105,7 +102,7 @@ class Home:
 
     def _compile(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         function: Callable[..., Any],
         arguments: Callable[[], Sequence[Any]],
         donate: tuple[int, ...],
@@ -113,14 +110,12 @@ class Home:
     ) -> jax.stages.Compiled:
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
         jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, **options)
-        began_s = time.monotonic()
         if self._store is None:
             program = jitted.lower(*arguments()).compile(self._compiler_options)
         else:
             program = self._store.program(key, lambda: jitted.lower(*arguments()), self._compiler_options)
         with self._lock:
             self.num_compilations += 1
-            self.compile_s += time.monotonic() - began_s
         return program
 
 

@@ -219,8 +219,8 @@ class NodeTrainer:
     def compile_ahead(self, stages: Iterable[Stage], *, rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
         """Compile what any node may need for these stages; yield (done, total) before each program and at the end.
 
-        Of several nodes that share a persistent cache, each compiles another part first, in the given order, and finds
-        the rest in the cache. May run in another thread than the rest, beside it.
+        Of several nodes that share a store of programs, each compiles another part first, in the given order, and finds
+        the rest there. May run in another thread than the rest, beside it.
 
         Args:
             stages: those that are needed first come first.

@@ -52,7 +52,7 @@ def measure_profile(
     Args:
         link: of an activation between nodes; see `scripts/profile.py` for how it is measured.
         sum_rate: of a gradient sum between nodes.
-        repetitions: timed runs of each program; the fastest counts. Fewer where a run takes seconds.
+        repetitions: timed runs of each program; their median counts. Fewer where a run takes seconds.
         progress: told (kind of layer, done, total).
     """
     model = config.model.build()

@@ -21,59 +21,64 @@ from typing import Any
 
 import jax
 
-from oobleck_jax.execution.compilations import num_read
+from oobleck_jax.execution.compilations import note_loaded, num_read
 from oobleck_jax.execution.jaxlib_private import deserialized, kept_out_of_cache, serialized
 
 
 logger = logging.getLogger(__name__)
 
 _TURN_LIMIT_S = 120.0
-_KEPT_S = 7 * 86400.0  # after it was last used
+_KEPT_S = 90 * 86400.0  # after it was last loaded; a worker loads it once, and may run for weeks
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ProgramStore:
-    """Programs that the workers of a host share, and facts about them.
+    """Programs that the workers of a host share, and facts about them. Where it cannot be used, all is as without it.
 
     Attributes:
-        origin: what facts depend on, besides their keys.
+        origin: what facts and programs depend on, besides their keys.
     """
 
     def __init__(self, folder: Path, origin: str, environment: str = "") -> None:
-        """Open the store in a folder, and clear away what nobody used for a week.
+        """Open the store in a folder, and clear away what nobody used for a long time.
 
         Args:
             folder: is made if need be.
             origin: as above.
-            environment: what programs depend on, besides their text.
+            environment: what programs depend on, besides their keys and their text.
         """
         self.origin, self._folder, self._environment = origin, folder, environment
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths = list(folder.iterdir())
+        except OSError as error:
+            logger.warning("programs cannot be kept in %s: %s", folder, error.strerror)
+            return
+        for path in paths:
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _KEPT_S:
                     path.unlink()
 
     def program(
-        self, key: Hashable, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str | bool]
+        self, key: tuple[Hashable, ...], lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str | bool]
     ) -> jax.stages.Compiled:
         """Return the program of a key. Of several processes that need a new one at the same time, one compiles it.
 
         Args:
-            key: the same in every process of the origin.
+            key: the same in every process of the origin; names the devices.
             lower: traces and lowers the program; called only if the key is new.
             options: for the compiler.
         """
-        if (program := self._load_program(self.fact(key))) is not None:
+        key = (*key, *sorted(options.items()))
+        if (program := self._load_program(key, self.fact(key))) is not None:
             return program
         with self._turn(key):
-            if (program := self._load_program(self.fact(key))) is not None:
+            if (program := self._load_program(key, self.fact(key))) is not None:
                 return program
             lowered = lower()
-            name = digest_of(
-                lowered.as_text(), lowered.in_tree, lowered.out_tree, self._environment, sorted(options.items())
-            )
-            if (program := self._load_program(name)) is None:
+            # The text says nothing of devices: the key does.
+            name = digest_of(key, lowered.as_text(), lowered.in_tree, lowered.out_tree, self._environment)
+            if (program := self._load_program(key, name)) is None:
                 num_read_before = num_read()
                 with kept_out_of_cache():
                     program = lowered.compile(dict(options))
@@ -91,15 +96,17 @@ class ProgramStore:
         """Keep a plain value that took tracing to find out."""
         self._save(self._name(key), fact)
 
-    def _load_program(self, name: str | None) -> jax.stages.Compiled | None:
+    def _load_program(self, key: tuple[Hashable, ...], name: str | None) -> jax.stages.Compiled | None:
         found = None if name is None else self._load(name)
         if found is None:
             return None
         try:
-            return deserialized(found)
+            program = deserialized(found)
         except Exception as error:  # XLA raises what it likes, and there is always the compiler
             logger.warning("a stored program cannot be loaded and will be compiled again: %s", error)
             return None
+        note_loaded(" ".join(part for part in key if isinstance(part, str)))
+        return program
 
     def _save_program(self, name: str, program: jax.stages.Compiled) -> None:
         try:
@@ -113,9 +120,10 @@ class ProgramStore:
         path = self._folder / name
         try:
             content = path.read_bytes()
-            os.utime(path)
         except OSError:
             return None
+        with contextlib.suppress(OSError):  # somebody else's file
+            os.utime(path)
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             logger.warning("%s is damaged and will be made again", path)
             return None
@@ -123,20 +131,26 @@ class ProgramStore:
 
     def _save(self, name: str, value: Any) -> None:
         payload = pickle.dumps(value)
+        draft: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                draft = Path(file.name)
                 file.write(hashlib.sha256(payload).digest() + payload)
-            Path(file.name).replace(self._folder / name)
+            draft.replace(self._folder / name)
         except OSError as error:
             logger.warning("a program cannot be stored and will be compiled again next time: %s", error)
+            if draft is not None:
+                draft.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _turn(self, key: Hashable) -> Iterator[None]:
         """Wait until no other process compiles the program of a key; for a while, in case that process is stuck."""
-        with (self._folder / f"{self._name(key)}.turn").open("a") as file:
-            deadline_s = time.monotonic() + _TURN_LIMIT_S
-            while not _try_lock(file.fileno()) and time.monotonic() < deadline_s:
-                time.sleep(0.02)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # no folder, no locks: then several compile it
+                file = stack.enter_context((self._folder / f"{self._name(key)}.turn").open("a"))
+                deadline_s = time.monotonic() + _TURN_LIMIT_S
+                while not _try_lock(file.fileno()) and time.monotonic() < deadline_s:
+                    time.sleep(0.02)
             yield
 
     def _name(self, key: Hashable) -> str:

@@ -44,7 +44,9 @@ class SplitSpan:
     @once
     def backward_input(self) -> jax.stages.Compiled:
         """`(params, residuals, dy) -> dx, saved`."""
-        return self._compiled("backward input", self._backward_input, lambda: self._backward_specs)
+        # Not traced before it must be.
+        backward_input = lambda *arguments: self._backward_input(*arguments)  # noqa: E731
+        return self._compiled("backward input", backward_input, lambda: self._backward_specs)
 
     @once
     def backward_weights(self) -> jax.stages.Compiled:
@@ -60,9 +62,15 @@ class SplitSpan:
 
     def weight_residuals(self, residuals: Residuals) -> Residuals:
         """Return the residuals that `backward_weights` needs."""
-        return [residuals[index] for index in self._parts.weight_kept]
+        return [residuals[index] for index in self._weight_kept]
 
     # -- helpers
+
+    @once
+    def _weight_kept(self) -> tuple[int, ...]:
+        """Which of the residuals `backward_weights` needs."""
+        key = (self.span.key, "split", "kept for weights")
+        return self.span.home.fact(key, lambda: tuple(self._parts.weight_kept))
 
     def _compiled(self, name: str, function: Callable[..., Any], specs: Callable[[], Any]) -> jax.stages.Compiled:
         devices = self.span.devices

@@ -141,7 +141,7 @@ class MeteredHome:
 
     def compiled(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         function: Callable[..., Any],
         arguments: Callable[[], Sequence[Any]],
         *,

@@ -79,9 +79,10 @@ class StateBuilder:
         group = self._groups[name]
         layer = group.layers[0]
         kind = self._model.layers[layer].kind
-        scalar = StageDevices(self._home.devices[:1]).replicated_spec((), jnp.uint32)
+        devices = StageDevices(self._home.devices[:1])
+        scalar = devices.replicated_spec((), jnp.uint32)
         init = self._home.compiled(
-            ("init", kind, self._precision), self._functions[kind].init, lambda: (scalar, scalar)
+            ("init", kind, self._precision, devices.key), self._functions[kind].init, lambda: (scalar, scalar)
         )
         own, tied = init(np.uint32(seed % 2**32), np.uint32(layer))
         params = own if group.attribute is None else tied[group.attribute]
@@ -139,7 +140,7 @@ class StateBuilder:
             out_shardings=shardings,
         )
 
-    def rounding_key(self, names: Sequence[str], devices: StageDevices) -> Hashable:
+    def rounding_key(self, names: Sequence[str], devices: StageDevices) -> tuple[Hashable, ...]:
         """Return what the program of `compile_rounding` depends on."""
         return "round", *self._structure_key(names), devices.key, self._precision
 
@@ -156,7 +157,7 @@ class StateBuilder:
             self._updates[key] = self._compile_update(key, names, devices)
         return self._updates[key]
 
-    def update_key(self, names: Sequence[str], devices: StageDevices) -> Hashable:
+    def update_key(self, names: Sequence[str], devices: StageDevices) -> tuple[Hashable, ...]:
         """Return what the program of `compile_update` depends on."""
         return "update", *self._structure_key(names), devices.key, self._optimizer
 
@@ -170,7 +171,9 @@ class StateBuilder:
         stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((len(names), *s.shape), s.dtype), shapes)
         return devices.parameter_specs(stacked, num_stacked_dims=1)
 
-    def _compile_update(self, key: Hashable, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
+    def _compile_update(
+        self, key: tuple[Hashable, ...], names: Sequence[str], devices: StageDevices
+    ) -> jax.stages.Compiled:
         params = self._params_specs(names, devices)
         state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), params)
         state = devices.parameter_specs(state, num_stacked_dims=1)

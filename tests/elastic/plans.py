@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from oobleck_jax.elastic.messages import RunId
 from oobleck_jax.elastic.terms import Proposal, Terms
 from oobleck_jax.errors import NotEnoughNodes
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
@@ -53,7 +54,7 @@ def replan(nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]]
 def terms(**changes: Any) -> Terms:
     values: dict[str, Any] = {
         "config_json": "{}",
-        "run": "run",
+        "run_id": RunId("run"),
         "config_digest": "digest",
         "versions": {"jax": "0.10"},
         "num_nodes": 3,

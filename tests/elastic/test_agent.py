@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 
 FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 NODE = NodeId(1)
-WELCOME = messages.Welcome(node=NODE, config_json="{}", cores=(), num_threads=1)
+WELCOME = messages.Welcome(node=NODE, run_id=messages.RunId("run"), config_json="{}", cores=(), num_threads=1)
 PLAN = plan_of((0, 1))  # node 1 has layers 2 and 3
 
 _AT_WORK = messages.Heartbeat | messages.Progress | messages.Prepared | messages.Vote | messages.Evaluated
@@ -211,13 +211,19 @@ def test_a_killed_worker_is_told_of_at_once_and_again_when_its_memory_is_free(tm
     async def play() -> None:
         async with scene(tmp_path) as it:
             peer, _ = await it.enter()
-            it.worker().kill()
-            first, second = [await peer.expect(messages.WorkerExited) for _ in range(2)]
-            assert (first.is_gone, second.is_gone) == (sys.platform != "linux", True)
-            assert first.exit_code == second.exit_code == -signal.SIGKILL
-            assert second.peak_memory_bytes > 0
-            await peer.send(messages.Respawn(incarnation=1, delay_s=0.0, reason="killed"))
-            assert (await peer.expect(messages.WorkerReady)).incarnation == 1
+            kinds: set[bool] = set()  # the memory of this small worker may be free as soon as it is dead
+            for incarnation in range(1, 6):
+                it.worker().kill()
+                exits = [await peer.expect(messages.WorkerExited)]
+                if not exits[0].is_gone:
+                    exits.append(await peer.expect(messages.WorkerExited))
+                assert exits[-1].is_gone
+                assert {message.exit_code for message in exits} == {-signal.SIGKILL}
+                assert exits[-1].peak_memory_bytes > 0
+                kinds.add(exits[0].is_gone)
+                await peer.send(messages.Respawn(incarnation=incarnation, delay_s=0.0, reason="killed"))
+                assert (await peer.expect(messages.WorkerReady)).incarnation == incarnation
+            assert (False in kinds) == (sys.platform == "linux")
 
     run(play())
 
@@ -405,7 +411,10 @@ def test_an_agent_ends_when_no_coordinator_comes_back(tmp_path: Path) -> None:
     ("answer", "words"),
     [
         (messages.Refused(reason="the run is over"), "the coordinator refused host: the run is over"),
-        (messages.Welcome(node=NODE, config_json="{1}", cores=(), num_threads=1), "coordinates another run now"),
+        (
+            messages.Welcome(node=NODE, run_id=messages.RunId("run"), config_json="{1}", cores=(), num_threads=1),
+            "coordinates another run now",
+        ),
     ],
 )
 def test_an_agent_that_is_not_wanted_back_ends(tmp_path: Path, answer: messages.ToNode, words: str) -> None:

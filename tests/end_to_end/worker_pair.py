@@ -131,7 +131,11 @@ class Pair:
         worker = Worker(node=node, process=process, control=ours)
         self.workers.insert(node, worker)
         config_json = config_to_json("gpt-test", load_preset("gpt-test"))
-        worker.send(messages.Welcome(node=node, config_json=config_json, cores=(), num_threads=1, ahead=ahead))
+        worker.send(
+            messages.Welcome(
+                node=node, run_id=messages.RunId("pair"), config_json=config_json, cores=(), num_threads=1, ahead=ahead
+            )
+        )
 
     def await_ready(self) -> None:
         """Wait until workers that were started are ready."""

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from oobleck_jax.execution import program_store
+from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.program_store import ProgramStore
 
 
-def home(folder: Path, num_devices: int = 1, origin: str = "origin") -> Home:
-    return Home(jax.devices("cpu")[:num_devices], store=ProgramStore(folder, origin))
+def home(folder: Path, devices: slice = slice(1), origin: str = "origin", **options: bool) -> Home:
+    return Home(jax.devices("cpu")[devices], store=ProgramStore(folder, origin), compiler_options=options)
 
 
 def doubled(home: Home, traced: list[str], *, factor: int = 2) -> jax.Array:
@@ -32,12 +35,31 @@ def doubled(home: Home, traced: list[str], *, factor: int = 2) -> jax.Array:
     return program(jax.device_put(jnp.arange(4.0), devices.of_batch((4,))))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_stored_program_is_not_traced_again(tmp_path: Path, num_devices: int) -> None:
+def test_a_stored_program_is_not_traced_again(tmp_path: Path) -> None:
+    """Each of these is the same text, for other devices."""
     traced: list[str] = []
+    for number, devices in enumerate([slice(0, 1), slice(1, 2), slice(0, 2), slice(2, 4)]):
+        for _ in range(2):
+            result = doubled(home(tmp_path, devices), traced)
+            assert result.tolist() == [0, 2, 4, 6]
+            assert result.sharding.device_set == set(jax.devices("cpu")[devices])
+        assert len(traced) == number + 1
+
+
+def test_a_program_of_other_compiler_options_is_not_taken(tmp_path: Path) -> None:
+    traced: list[str] = []
+    for options in ({}, {"xla_cpu_enable_fast_math": True}):
+        doubled(home(tmp_path, **options), traced)
+    assert len(traced) == 2
+
+
+def test_loading_counts_like_compiling(tmp_path: Path) -> None:
+    doubled(home(tmp_path), [])
+    before = num_compilations()
+    there = home(tmp_path)
     for _ in range(2):
-        assert doubled(home(tmp_path, num_devices), traced).tolist() == [0, 2, 4, 6]
-    assert len(traced) == 1
+        doubled(there, [])
+    assert compiled_since(before) == ("double",)
 
 
 def test_a_fact_is_found_out_once(tmp_path: Path) -> None:
@@ -110,6 +132,15 @@ def test_a_full_disk_stores_nothing_and_stops_nothing(
     assert "No space left" in caplog.text
 
 
+def test_a_disk_that_is_full_in_the_middle_keeps_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(draft: Path, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", no_space)
+    doubled(home(tmp_path), [])
+    assert [path.suffix for path in tmp_path.iterdir()] == [".turn"]
+
+
 def test_a_program_of_another_origin_is_found_by_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[str] = []
     save = ProgramStore._save_program
@@ -130,10 +161,28 @@ def test_what_came_out_of_the_cache_of_jax_is_not_stored(tmp_path: Path) -> None
     assert len(traced) == 3
 
 
-def test_what_nobody_used_for_a_week_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoil", [shutil.rmtree, lambda folder: shutil.rmtree(folder) or folder.touch()])
+def test_without_a_folder_programs_are_compiled(
+    tmp_path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is deleted under way, or a file is in its place."""
+    folder = tmp_path / "programs"
+    there = home(folder)
+    spoil(folder)
+    assert doubled(there, []).tolist() == [0, 2, 4, 6]
+    assert "cannot be stored" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "programs").touch()
+    assert doubled(home(tmp_path / "programs"), []).tolist() == [0, 2, 4, 6]
+    assert "programs cannot be kept" in caplog.text
+
+
+def test_what_nobody_used_for_months_is_removed(tmp_path: Path) -> None:
     doubled(home(tmp_path), [])
     used = set(tmp_path.iterdir())
-    for name, days in (("old", 8), ("recent", 6)):
+    for name, days in (("old", 91), ("recent", 89)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
     home(tmp_path)
@@ -144,7 +193,7 @@ def test_use_keeps_a_program(tmp_path: Path) -> None:
     doubled(home(tmp_path), [])
     store = home(tmp_path)
     for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - 8 * 86400,) * 2)
+        os.utime(path, (time.time() - 91 * 86400,) * 2)
     traced: list[str] = []
     doubled(store, traced)
     doubled(home(tmp_path), traced)
