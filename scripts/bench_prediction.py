@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tyro
 
 from models.presets import load_preset
@@ -54,9 +55,14 @@ class Arguments:
 class Case:
     """A plan to run, with its number of microbatches over all pipelines."""
 
-    text: str
+    text: str  # as `--plan` takes it, if it is one of ours
     num_nodes: int
     num_microbatches: int
+    chosen: Plan | None = None  # by the planner; it may have schedules that no text tells
+
+    @property
+    def plan(self) -> Plan:
+        return self.chosen or read_plan(self.text, num_microbatches=self.num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +101,7 @@ def main(arguments: Arguments) -> int:
                     times_s[case] += (steps_s := run(arguments, case, folder, cores))
                     print(f"round {number + 1}: {case.text} takes {statistics.median(steps_s):.3f} s", flush=True)
             profile = usual(profiles)
-            favourite = favourite_of(base, profile, cases[0].num_microbatches)
+            favourite = favourite_of(base, profile, cases)
             for number in range(arguments.rounds if favourite not in cases else 0):
                 times_s.setdefault(favourite, []).extend(steps_s := run(arguments, favourite, folder, cores))
                 median_s = statistics.median(steps_s)
@@ -134,22 +140,24 @@ def cases_of(num_layers: int) -> list[Case]:
     ]
 
 
-def favourite_of(base: RunConfig, profile: Profile, num_microbatches: int) -> Case:
-    """Return the planner's choice for two nodes."""
+def favourite_of(base: RunConfig, profile: Profile, cases: Sequence[Case]) -> Case:
+    """Return the planner's choice for two nodes: one of these cases, or another one."""
+    num_microbatches = cases[0].num_microbatches
     config = config_of(base, Case(text="", num_nodes=2, num_microbatches=num_microbatches))
     proposer = make_proposer(config, plan=None, device_memory_bytes=memory_per_device(2))
     plan = replace(proposer, profile=profile).first().plan
-    return Case(text=text_of(plan), num_nodes=2, num_microbatches=num_microbatches)
+    same = (case for case in cases if case.num_nodes == 2 and case.plan == plan)
+    return next(same, Case(text=text_of(plan), num_nodes=2, num_microbatches=num_microbatches, chosen=plan))
 
 
 def text_of(plan: Plan) -> str:
-    """Return a plan as `--plan` takes it."""
-    pipelines = [
-        ",".join(f"{stage.first_layer}-{stage.end_layer}" for stage in pipeline.template.stages)
-        + (f":{pipeline.num_microbatches}" if len(plan.pipelines) > 1 else "")
+    """Return what tells a plan from others."""
+    kinds = [
+        f"{len(pipeline.nodes)} nodes, {len(pipeline.template.stages)} stages, {pipeline.schedule}, "
+        f"{pipeline.num_microbatches} microbatches"
         for pipeline in plan.pipelines
     ]
-    return " | ".join(pipelines)
+    return " | ".join(kinds)
 
 
 def config_of(base: RunConfig, case: Case) -> RunConfig:
@@ -179,7 +187,9 @@ def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) ->
         command = [sys.executable, str(TRAIN), "--preset", arguments.preset, "--nodes", str(case.num_nodes)]
         command += ["--microbatch-size", str(arguments.microbatch_size), "--eval-every", "0", "--checkpoint-every", "0"]
         command += ["--global-batch-size", str(arguments.microbatch_size * case.num_microbatches)]
-        command += ["--steps", str(arguments.steps), "--plan", case.text, "--run-dir", str(run_dir)]
+        plan_file = Path(name) / "plan.json"
+        plan_file.write_bytes(msgspec.json.encode(case.plan))
+        command += ["--steps", str(arguments.steps), "--plan", str(plan_file), "--run-dir", str(run_dir)]
         command += ["--compilation-cache", str(folder / "programs"), "--patience", "4"]
         own = set(cores[: case.num_nodes])
         before = os.sched_getaffinity(0)
@@ -226,23 +236,23 @@ def _median_rate(rates: Sequence[Rate]) -> Rate:
 
 def forecast(base: RunConfig, case: Case, profile: Profile) -> Forecast:
     """Return what the planner predicts for a plan."""
-    plan = read_plan(case.text, num_microbatches=case.num_microbatches)
     costs = tabulate(
         profile,
         devices_per_node=1,
         num_microbatches=case.num_microbatches,
         device_memory_bytes=memory_per_device(2),
     )
-    return forecast_plan(plan, profile, costs)
+    return forecast_plan(case.plan, profile, costs)
 
 
 def report(arguments: Arguments, rows: Sequence[Row]) -> None:
     """Print the rows and what they come to, and write them where `--json` says."""
-    print(f"{'plan':28}{'nodes':>6}{'microbatches':>14}{'predicted s':>13}{'measured s':>12}{'error':>8}")
+    width = max(len(row.plan) for row in rows) + 2
+    print(f"{'plan':{width}}{'nodes':>6}{'microbatches':>14}{'predicted s':>13}{'measured s':>12}{'error':>8}")
     for row in rows:
         mark = "  favourite" if row.is_favourite else ""
         print(
-            f"{row.plan:28}{row.nodes:6}{row.microbatches:14}{row.predicted_s:13.3f}{row.measured_s:12.3f}"
+            f"{row.plan:{width}}{row.nodes:6}{row.microbatches:14}{row.predicted_s:13.3f}{row.measured_s:12.3f}"
             f"{row.error:8.1%}{mark}"
         )
     (favourite,) = [row for row in rows if row.is_favourite]
