@@ -6,9 +6,10 @@
     0-3@0,3-5@1,5-8@0,8-10@1    interleaved: the first node has layers 0-2 and 5-7, the second one the others
 
 Nodes are numbered in order of appearance; `@` counts within the pipeline. The JSON form is that of `Plan` and can say
-everything.
+everything; a file of `plan.py --json` is as good.
 """
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -17,6 +18,16 @@ import msgspec
 from oobleck_jax.config import ScheduleKind
 from oobleck_jax.errors import PlanError
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
+
+
+class _Planning(msgspec.Struct):
+    plan: Plan
+
+
+class _Report(msgspec.Struct):
+    """What there must be of the JSON file of `plan.py`."""
+
+    planning: _Planning
 
 
 _STAGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?(?:@(\d+))?")
@@ -33,10 +44,14 @@ def read_plan(text: str, *, num_microbatches: int) -> Plan:
     path = Path(text)
     if path.suffix == ".json" or path.is_file():
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Plan)
+            content = path.read_bytes()
         except OSError as error:
             raise PlanError(f"--plan {text}: {error.strerror}") from None
+        try:
+            return msgspec.json.decode(content, type=Plan)
         except msgspec.MsgspecError as error:
+            with contextlib.suppress(msgspec.MsgspecError):
+                return msgspec.json.decode(content, type=_Report).planning.plan
             raise PlanError(f"--plan {text} is not a plan: {error}") from None
     return parse_plan(text, num_microbatches=num_microbatches)
 

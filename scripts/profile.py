@@ -3,8 +3,8 @@
     python scripts/profile.py --preset gpt-laptop --output laptop.json
     python scripts/profile.py --preset gpt3-175b --device h100 --devices-per-node 8 --output h100.json
 
-Measured times are those of a node with one core and one compute thread, as nodes that share a machine have. Runs on
-this machine use what was measured last.
+Measured times are those of a node with one core and one compute thread, as nodes that share a machine have. Runs with
+the same flags whose nodes have that use it; others measure for themselves, once.
 """
 
 import sys

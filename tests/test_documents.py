@@ -5,17 +5,22 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tyro
 
-from oobleck_jax.options import parse_command_line
+from oobleck_jax.config import check_config
+from oobleck_jax.data import check_data
+from oobleck_jax.options import CommandLine, parse_command_line
+from oobleck_jax.propose import make_proposer
 
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 LAUNCH_FILES = sorted((ROOT / "scripts" / "launch").iterdir())
+MANY_HOSTS = 8  # where the scheduler says how many
 SMALLEST_PIECE = 9  # characters of a message that are worth looking for
 
 
@@ -46,9 +51,31 @@ def parse(command: str) -> None:
     if "--help" in arguments or "..." in arguments:
         return
     if script in ("train", "coordinator"):
-        parse_command_line(arguments, program=script, description="")
+        check_run(parse_command_line(arguments, program=script, description=""))
     else:
         tyro.cli(importlib.import_module(f"scripts.{script}").Arguments, args=arguments)
+
+
+def check_run(line: CommandLine) -> None:
+    """Refuse what `train.py` would refuse, but for files that only a reader has."""
+    if line.cluster.join is not None:
+        return
+    num_hosts = MANY_HOSTS if line.cluster.coordinator_address == "auto" else line.cluster.num_processes
+    config = replace(line.config, nodes=num_hosts or line.config.nodes)
+    check_config(config)
+    if config.data == "builtin":
+        check_data(config)
+    given = (line.run.device_memory_gib or 1024) * 2**30
+    make_proposer(
+        config, plan=line.run.plan, device_memory_bytes=int(given), max_nodes=line.run.max_nodes or config.nodes
+    ).check()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_for_several_hosts_are_marked(path: Path) -> None:
+    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+        if "--coordinator-address" in block or "--token-file" in block:
+            assert block.startswith("# on a cluster\n"), f"{path.name}: {block}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -76,7 +103,7 @@ def test_launch_files_have_flags_that_exist(path: Path) -> None:
             for block in re.findall(r"^ +args:\n((?: +- [^\n]*\n)+)", text, re.MULTILINE)
         ]
     else:
-        text = re.sub(r"\\\n\s*", " ", re.sub(r"<[^>\n]*>", "FOLDER", text))
+        text = re.sub(r"\\\n\s*", " ", re.sub(r"<[^>\n]*>", "70", text))
         runs = [shlex.split(line[line.index("python scripts/") :]) for line in re.findall(r"^srun .*$", text, re.M)]
     assert runs
     for run in runs:

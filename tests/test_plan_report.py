@@ -6,6 +6,7 @@ import pytest
 
 from oobleck_jax.plan_report import Report
 from oobleck_jax.plan_tables import layers_text, ranges_text, seconds, sizes_text
+from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.plan import Stage, Template
 from scripts.plan import Arguments, config_of, main, report_of
 
@@ -53,7 +54,8 @@ def test_command_prints_everything_and_writes_json_and_picture(
     for words in ("Templates", "Plan", "peak memory", "MFU", "What fault tolerance costs", "After one loss"):
         assert words in text
     assert msgspec.json.decode(paths["json"].read_bytes(), type=Report).request.nodes == 30
-    assert json.loads(paths["json"].read_text())["planning"]["plan"]["pipelines"]
+    plan = read_plan(str(paths["json"]), num_microbatches=0)
+    assert json.loads(paths["json"].read_text())["planning"]["plan"] == msgspec.to_builtins(plan)
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
 
 
