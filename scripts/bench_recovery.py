@@ -134,7 +134,8 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
             last = kills[-1]
             print(
                 f"kill {number + 1}/{arguments.kills}, node {node}: noticed after {last.notice_s * 1e3:.0f} ms, "
-                f"committed after {last.until_commit_s:.2f} s, {last.incident.num_compilations} compilations",
+                f"all train after {last.regrouped_s:.2f} s, committed after {last.until_commit_s:.2f} s, "
+                f"{last.incident.num_compilations} compilations",
                 flush=True,
             )
         return kills, run.records(events.Planned)[0][1].plan
