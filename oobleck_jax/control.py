@@ -3,12 +3,14 @@
 import queue
 import socket
 import threading
+import traceback
 from typing import Protocol
 
 import msgspec
 
-from oobleck_jax.elastic.messages import Abandon, Message, Stop, ToNode, decode_to_node, encode
+from oobleck_jax.elastic.messages import Abandon, Failed, Message, Stop, ToNode, decode_to_node, encode
 from oobleck_jax.errors import Abandoned
+from oobleck_jax.planning.plan import NodeId
 
 
 class Control(Protocol):
@@ -87,3 +89,15 @@ def receive_or_abandon(control: Control) -> ToNode:
     if isinstance(message, Abandon):
         raise Abandoned(message.reason)
     return message
+
+
+def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
+    """Return the message that tells of an error of this worker, and which node it waited for, if it did."""
+    blames = getattr(error, "node", None)
+    return Failed(
+        node=node,
+        generation=generation,
+        error=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback="".join(traceback.format_exception(error)),
+        blames=None if blames is None else NodeId(blames),
+    )

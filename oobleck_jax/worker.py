@@ -13,14 +13,13 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from models.presets import config_from_json
 from oobleck_jax.config import RunConfig
-from oobleck_jax.control import Control, SocketControl, receive_or_abandon
+from oobleck_jax.control import Control, SocketControl, failure, receive_or_abandon
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.elastic.lifeline import hold
 from oobleck_jax.elastic.messages import (
@@ -29,7 +28,6 @@ from oobleck_jax.elastic.messages import (
     Commit,
     CompiledAhead,
     Evaluated,
-    Failed,
     GroupReport,
     Prepared,
     Progress,
@@ -296,18 +294,6 @@ class Worker:
             self._control.send(Waiting(node=self._node, generation=generation, step=step, waits_for=node))
 
         return Patience(abandoned=self._control.abandoned, limit_s=WAIT_LIMIT_S, on_waiting=tell)
-
-
-def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
-    """Return the message that tells of an error of this worker, and which node it waited for, if it did."""
-    blames = getattr(error, "node", None)
-    return Failed(
-        node=node,
-        generation=generation,
-        error=f"{type(error).__name__}: {error}".splitlines()[0],
-        traceback="".join(traceback.format_exception(error)),
-        blames=None if blames is None else NodeId(blames),
-    )
 
 
 def main() -> None:
