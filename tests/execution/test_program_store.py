@@ -19,6 +19,9 @@ from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.program_store import ProgramStore
 
 
+pytestmark = pytest.mark.jax_version
+
+
 def home(folder: Path, devices: slice = slice(1), origin: str = "origin", **options: bool) -> Home:
     return Home(jax.devices("cpu")[devices], store=ProgramStore(folder, origin), compiler_options=options)
 
