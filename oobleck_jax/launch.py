@@ -1,8 +1,9 @@
-"""Which cores of this machine its nodes run on."""
+"""Which cores of this machine its nodes run on, and what they are."""
 
 import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
 
@@ -10,6 +11,16 @@ from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
 def available_cores() -> tuple[int, ...]:
     """Return the cores this process may run on, ascending; empty where processes cannot be pinned."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def about_cores(*names: str) -> str:
+    """Return the first thing that the kernel says of the cores under one of these names; empty: nothing (not Linux)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return ""
 
 
 def place_at_start(node: NodeId, *, num_nodes: int, cores: Sequence[int]) -> tuple[tuple[int, ...], int]:

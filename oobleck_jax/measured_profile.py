@@ -26,7 +26,7 @@ from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.child import child_command
 from oobleck_jax.elastic.worker_process import worker_environment
 from oobleck_jax.errors import PlanError
-from oobleck_jax.launch import place_at_start
+from oobleck_jax.launch import about_cores, place_at_start
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile, profile_from_json
 from oobleck_jax.propose import estimated_profile
@@ -178,10 +178,7 @@ def read_profile(path: Path, config: RunConfig) -> Profile:
 
 def device_kind() -> str:
     """Return what computes on this machine: the processor, and NVIDIA's devices if there are any."""
-    names = [platform.machine(), f"{os.cpu_count()} cores"]
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        names += [line.partition(":")[2].strip() for line in lines if line.startswith("model name")][:1]
+    names = [platform.machine(), f"{os.cpu_count()} cores", *filter(None, [about_cores("model name")])]
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):
             names.append(path.read_text(encoding="utf-8", errors="replace").partition("\n")[0])

@@ -1,6 +1,5 @@
 """What the programs of a run are made of, so that they are found on disk where nothing of it has changed."""
 
-import contextlib
 import os
 import platform
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from models.presets import source_digest
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.messages import RunId
 from oobleck_jax.execution.program_store import ProgramStore, digest_of
+from oobleck_jax.launch import about_cores
 
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax")
@@ -37,8 +37,8 @@ def store_of(preset: str, config: RunConfig, cache: Path | None, *, run_id: RunI
     if cache is None:
         return None
     environment = _environment()
-    is_ours = ":" not in preset
-    origin = digest_of(environment, _SOURCES, _without_order_of_work(config), source_digest(preset), is_ours or run_id)
+    own_source = source_digest(preset)  # empty: the preset is ours
+    origin = digest_of(environment, _SOURCES, _without_order_of_work(config), own_source, own_source and run_id)
     return ProgramStore(cache / "programs", origin, environment)
 
 
@@ -78,15 +78,8 @@ def _environment() -> str:
     return digest_of(
         *((name, version(name)) for name in _LIBRARIES),
         platform.python_version(),
-        (device.platform, device.device_kind, device.client.platform_version, _processor()),
+        (device.platform, device.device_kind, device.client.platform_version),
+        about_cores("flags", "Features") or platform.processor(),  # what XLA makes programs of
         sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES)),
         sorted((name, str(value)) for name, value in jax.config.values.items() if not name.startswith(_CACHES)),
     )
-
-
-def _processor() -> str:
-    """Return what the processor can do (Linux): XLA's programs for it are made of that."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return platform.processor()
