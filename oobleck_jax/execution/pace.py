@@ -20,6 +20,7 @@ from oobleck_jax.execution.jaxlib_private import is_ready
 
 _AHEAD_S = 0.01  # work that a device should have left when the next program is started; far more than that takes
 _SLOWER = 1.1  # how much longer a program is taken to have become at once: its end may just have been seen late
+_LATE = 1 / 16  # of the time of a program, how late its end is seen if it takes longer than expected
 _SHORTEST_SLEEP_S = 200e-6
 # Looking costs some 50 us; what has been faster than expected is noticed so late, and whoever abandons wakes at once.
 _LONGEST_SLEEP_S = 10e-3
@@ -34,11 +35,6 @@ class _Running(NamedTuple):
     result: jax.Array
     started_s: float
     expected_s: float
-
-    @property
-    def has_ended(self) -> bool:
-        # A result that is donated: the program that has taken it is waited for in its stead.
-        return self.result.is_deleted() or is_ready(self.result)
 
 
 class Pace:
@@ -77,9 +73,9 @@ class Pace:
             Abandoned: the step is over.
         """
         while self._running:
-            if self._running[0].has_ended:
-                self._note_end()
-            elif (too_early_s := self._left_s - _AHEAD_S) > 0:
+            if self._note_ends():
+                continue
+            if (too_early_s := self._left_s - _AHEAD_S) > 0:
                 self._pause(too_early_s)
             else:
                 break
@@ -95,9 +91,7 @@ class Pace:
             Abandoned: the step is over.
         """
         while self._running and not until():
-            if self._running[0].has_ended:
-                self._note_end()
-            else:
+            if not self._note_ends():
                 self._pause(0.0)
 
     def finish(self) -> None:
@@ -107,10 +101,8 @@ class Pace:
             Abandoned: the step is over.
         """
         while self._running:
-            if self._running[0].has_ended:
-                self._note_end()
-            else:
-                self._pause(0.5 * self._left_s)
+            if not self._note_ends():
+                self._pause(max(0.5 * self._left_s, _LATE * self._running[0].expected_s))
 
     @property
     def _left_s(self) -> float:
@@ -123,10 +115,41 @@ class Pace:
         if self._abandoned.wait(min(max(longest_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S)):
             raise Abandoned("the step is no longer needed")
 
-    def _note_end(self) -> None:
-        first, now_s = self._running.popleft(), time.monotonic()
-        began_s, self._ended_s = max(first.started_s, self._ended_s), now_s
-        took_s = now_s - began_s
-        self._took_s[first.program] = min(took_s, _SLOWER * self._took_s.get(first.program, took_s))
-        if self._on_ended is not None:
-            self._on_ended(first.program, first.item, began_s, now_s)
+    def _note_ends(self) -> bool:
+        """Take note of all programs that have ended since the last look, if any.
+
+        They run in order. Only the end of the last one is known well: the others ended unseen, while this thread did
+        something else or had no core, or their results were given to programs that were started since. So they share
+        the time as they were expected to.
+        """
+        num_ended = self._num_ended()
+        if not num_ended:
+            return False
+        ended = [self._running.popleft() for _ in range(num_ended)]
+        began_s, now_s = max(ended[0].started_s, self._ended_s), time.monotonic()
+        elapsed_s = now_s - began_s
+        expected_s = sum(running.expected_s for running in ended)
+        for running in ended:
+            share = running.expected_s / expected_s if 0 < expected_s < math.inf else 1 / num_ended
+            took_s = share * elapsed_s
+            self._took_s[running.program] = min(took_s, _SLOWER * self._took_s.get(running.program, took_s))
+            if self._on_ended is not None:
+                self._on_ended(running.program, running.item, began_s, began_s + took_s)
+            began_s += took_s
+        self._ended_s = now_s
+        return True
+
+    def _num_ended(self) -> int:
+        """Count the programs that are known to have ended.
+
+        A result that another program was given tells nothing: it is gone as soon as that program is started. So its
+        own program has ended when a later one has; if there is none, whatever was given it is not paced.
+        """
+        num_ended = 0
+        for number, running in enumerate(self._running, start=1):
+            if running.result.is_deleted():
+                continue
+            if not is_ready(running.result):
+                return num_ended
+            num_ended = number
+        return len(self._running)

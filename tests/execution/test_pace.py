@@ -14,14 +14,19 @@ from oobleck_jax.execution.pace import Pace
 class Result:
     """An array of a program that takes some time."""
 
-    def __init__(self, took_s: float) -> None:
+    def __init__(self, took_s: float, given: "Result | None" = None) -> None:
+        self._given_away = False
         self._ready_s = time.monotonic() + took_s
+        if given is not None:
+            self._ready_s = max(self._ready_s, given._ready_s + took_s)
+            given._given_away = True
 
     def is_ready(self) -> bool:
+        assert not self._given_away, "jax raises an error"
         return time.monotonic() >= self._ready_s
 
     def is_deleted(self) -> bool:
-        return False
+        return self._given_away
 
 
 def test_long_programs_wait_for_each_other_and_short_ones_do_not() -> None:
@@ -62,6 +67,36 @@ def test_donated_results_count_as_over() -> None:
         x = pace.run("add", add, x)
     pace.finish()
     assert float(x[0]) == 4
+
+
+def test_a_program_has_not_ended_because_the_next_one_was_given_its_result() -> None:
+    pace = Pace()
+    pace.begin(threading.Event())
+    for _ in range(2):  # the second time it is known what they take
+        began_s = time.monotonic()
+        acc = pace.run("backward", Result, 0.05)
+        for _ in range(4):
+            acc = pace.run("backward", Result, 0.05, acc)
+        assert time.monotonic() - began_s > 0.15  # of 0.25 s that they take, one may be about to end
+        pace.finish()
+        assert acc.is_ready()
+
+
+def test_programs_that_ended_unseen_share_the_time() -> None:
+    ended: dict[str, float] = {}
+    pace = Pace(on_ended=lambda program, item, began_s, ended_s: ended.update({str(program): ended_s - began_s}))
+    pace.begin(threading.Event())
+    took_s = {"short": 0.002, "long": 0.008}
+    for name, seconds in 5 * list(took_s.items()):  # the first time it is looked at every 10 ms
+        pace.run(name, Result, seconds)
+        pace.finish()
+    result = None
+    for name, seconds in took_s.items():
+        result = pace.run(name, Result, seconds, result)
+    time.sleep(0.1)
+    pace.finish()
+    assert ended["short"] + ended["long"] > 0.1
+    assert 0.1 < ended["short"] / ended["long"] < 0.7  # neither has all of it, as the last one of them would
 
 
 def test_programs_are_seen_to_end_while_something_else_is_waited_for() -> None:
