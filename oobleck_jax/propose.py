@@ -13,7 +13,7 @@ from oobleck_jax.planning import schedule_kinds
 from oobleck_jax.planning.ahead import stages_ahead
 from oobleck_jax.planning.estimate import LayerSize, estimate_profile, gpt_sizes
 from oobleck_jax.planning.plan import NodeId, Plan, Stage, check_plan
-from oobleck_jax.planning.planner import plan_from, templates_for
+from oobleck_jax.planning.planner import Planning, plan_from, templates_for
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.reconfigure import reconfigure
 from oobleck_jax.planning.schedule import StageCost
@@ -132,7 +132,7 @@ class Proposer:
 
     def _planned(self, nodes: tuple[NodeId, ...]) -> Proposal:
         planning = plan_from(self.templates, nodes=nodes, fault_tolerance=self.config.fault_tolerance)
-        return Proposal(plan=planning.plan, reason=planning.reason)
+        return Proposal(plan=planning.plan, reason=self._reason(planning))
 
     def _replanned(
         self, nodes: tuple[NodeId, ...], holdings: Mapping[NodeId, tuple[int, ...]], old: Plan | None
@@ -146,7 +146,11 @@ class Proposer:
         )
         planning = reconfiguration.planning
         moved = f"{len(reconfiguration.copies)} layer states ({reconfiguration.num_bytes / 1e6:.1f} MB) to copy"
-        return Proposal(plan=planning.plan, reason=f"{planning.reason}; {moved}")
+        return Proposal(plan=planning.plan, reason=f"{self._reason(planning)}; {moved}")
+
+    def _reason(self, planning: Planning) -> str:
+        # The profile is of a node that has its cores for itself.
+        return f"{planning.reason}; longer, because nodes share cores" if self.shares_cores else planning.reason
 
     @property
     def _most_nodes(self) -> int:

@@ -71,6 +71,9 @@ def test_a_schedule_is_taken_unasked_only_where_nodes_do_not_share_cores() -> No
     assert {pipeline.schedule for pipeline in plans[False].plan.pipelines} == {ScheduleKind.INTERLEAVED}
     assert "schedule interleaved, because it has" in plans[False].reason
     assert {pipeline.schedule for pipeline in plans[True].plan.pipelines} == {ScheduleKind.ONE_F_ONE_B}
+    told = "longer, because nodes share cores"  # than is predicted
+    assert told in plans[True].reason
+    assert told not in plans[False].reason
 
 
 def test_the_users_plan_has_the_schedule_that_is_asked_for_or_says_why_not() -> None:
