@@ -13,6 +13,10 @@ from oobleck_jax.errors import Abandoned
 from oobleck_jax.planning.plan import NodeId
 
 
+_ERROR_CHARS = 1000
+_TRACEBACK_CHARS = 16_000
+
+
 class Control(Protocol):
     """What a worker needs of the coordinator.
 
@@ -92,12 +96,15 @@ def receive_or_abandon(control: Control) -> ToNode:
 
 
 def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
-    """Return the message that tells of an error of this worker, and which node it waited for, if it did."""
+    """Return the message that tells of an error of this worker, and which node it waited for, if it did.
+
+    XLA's errors can be very long: all of it is in the log, here are the beginning of the error and the traceback's end.
+    """
     blames = getattr(error, "node", None)
     return Failed(
         node=node,
         generation=generation,
-        error=f"{type(error).__name__}: {error}".splitlines()[0],
-        traceback="".join(traceback.format_exception(error)),
+        error=f"{type(error).__name__}: {error}".splitlines()[0][:_ERROR_CHARS],
+        traceback="".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
         blames=None if blames is None else NodeId(blames),
     )

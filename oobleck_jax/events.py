@@ -41,6 +41,7 @@ class Joined(_Base, frozen=True, kw_only=True):
     node: NodeId
     name: str
     incarnation: int
+    log_dir: str | None = None  # on its host, where node-K.log is; None: its agent prints what the worker does
 
 
 class Rejected(_Base, frozen=True, kw_only=True):
@@ -159,6 +160,7 @@ class Failed(_Base, frozen=True, kw_only=True):
     cause: str
     detail: str  # log tail or traceback
     is_collateral: bool  # a consequence of an earlier failure
+    is_error: bool = False  # the worker's own, so that its log tells more than the cause
 
 
 class Abandoned(_Base, frozen=True, kw_only=True):

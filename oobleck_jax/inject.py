@@ -1,6 +1,7 @@
 """Failures on purpose, for demonstrations and tests: `--inject kill:2@10:backward,join@20`.
 
     kill:NODE@STEP[:MOMENT]    the worker of the node kills itself (SIGKILL) in that step
+    raise:NODE@STEP[:MOMENT]   ... fails with an error, as one with a bug would
     stop:NODE@STEP[:MOMENT]    ... stops itself (SIGSTOP), and so hangs
     term:NODE@STEP[:MOMENT]    its agent is asked to leave (SIGTERM), as spot markets and Slurm do
     slow:NODE@STEP[:SECONDS]   every step of the node takes longer from then on (default 1 s)
@@ -27,6 +28,7 @@ class Kind(StrEnum):
     """What goes wrong."""
 
     KILL = "kill"
+    RAISE = "raise"
     STOP = "stop"
     TERM = "term"
     SLOW = "slow"
@@ -66,7 +68,8 @@ AtMoment = Callable[[Moment, int], None]
 """Told where in which step a worker is."""
 
 
-_OF_NODE = re.compile(r"(kill|stop|term|slow):(\d+)@(\d+)(?::([a-z]+|\d+(?:\.\d+)?))?")
+_FATAL = (Kind.KILL, Kind.RAISE, Kind.STOP)  # for a worker
+_OF_NODE = re.compile(r"(kill|raise|stop|term|slow):(\d+)@(\d+)(?::([a-z]+|\d+(?:\.\d+)?))?")
 _OF_RUN = re.compile(r"(join|coordinator)@(\d+)")
 
 
@@ -84,8 +87,8 @@ def _parse(item: str) -> Injection:
         return Injection(kind=Kind(match[1]), step=int(match[2]))
     if not (match := _OF_NODE.fullmatch(item)):
         raise ConfigError(
-            f"--inject {item}: give kill:NODE@STEP[:MOMENT], stop:..., term:..., slow:NODE@STEP[:SECONDS], join@STEP "
-            "or coordinator@STEP"
+            f"--inject {item}: give kill:NODE@STEP[:MOMENT], raise:..., stop:..., term:..., slow:NODE@STEP[:SECONDS], "
+            "join@STEP or coordinator@STEP"
         )
     kind, node, step, detail = Kind(match[1]), NodeId(int(match[2])), int(match[3]), match[4]
     if kind is Kind.SLOW:
@@ -128,7 +131,7 @@ class WorkerInjector:
             incarnation: how many workers of this node have ended already, each by the next fatal injection in order.
         """
         self._injections = [injection for text in texts for injection in parse_injections(text)]
-        fatal = [injection for injection in self._injections if injection.kind in (Kind.KILL, Kind.STOP)]
+        fatal = [injection for injection in self._injections if injection.kind in _FATAL]
         for injection in sorted(fatal, key=lambda injection: injection.step)[:incarnation]:
             self._injections.remove(injection)
 
@@ -140,16 +143,18 @@ class WorkerInjector:
                     time.sleep(injection.seconds)
             elif (injection.moment, injection.step) == (moment, step):
                 self._injections.remove(injection)
-                _strike(injection.kind)
+                _strike(injection)
 
 
-def _strike(kind: Kind) -> None:
-    match kind:
+def _strike(injection: Injection) -> None:
+    match injection.kind:
+        case Kind.RAISE:
+            raise RuntimeError(f"an error on purpose (--inject {injection})")
         case Kind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         case Kind.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
         case Kind.TERM:
             os.kill(os.getppid(), signal.SIGTERM)  # the agent is the parent
-        case _:
+        case kind:
             raise AssertionError(f"{kind} is not for workers")

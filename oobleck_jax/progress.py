@@ -1,6 +1,8 @@
 """What people see of a run: the plan, how its nodes come up, a bar or lines while it trains, and why it failed."""
 
 import contextlib
+import io
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from oobleck_jax import events
 from oobleck_jax.config import ScheduleKind
+from oobleck_jax.node_logs import NodeLogs, last_lines, printable
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
-
-
-_DETAIL_LINES = 12
 
 
 class Display(Protocol):
@@ -29,22 +29,28 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def make_display(*, num_nodes: int, steps: int, tokens_per_step: int, stream: "Console | None" = None) -> Display:
+def make_display(
+    *, num_nodes: int, steps: int, tokens_per_step: int, logs: NodeLogs, stream: "Console | None" = None
+) -> Display:
     """Return a live display on a terminal, and one of plain lines elsewhere."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what workers write may have characters that the terminal lacks
     console = stream or Console(highlight=False, soft_wrap=True)
-    story = Story(num_nodes=num_nodes, steps=steps, tokens_per_step=tokens_per_step)
+    story = Story(num_nodes=num_nodes, steps=steps, tokens_per_step=tokens_per_step, logs=logs)
     return LiveDisplay(story, console) if console.is_terminal else LineDisplay(story)
 
 
 class Story:
     """What there is to tell of a run, as text; knows neither terminal nor clock."""
 
-    def __init__(self, *, num_nodes: int, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, *, num_nodes: int, steps: int, tokens_per_step: int, logs: NodeLogs) -> None:
         self.steps = steps
         self.step = 0  # committed steps
         self.loss: float | None = None
         self._num_nodes = num_nodes
         self._tokens_per_step = tokens_per_step
+        self._logs = logs
+        self._has_shown_log = False  # in the incident that is going on
         self._recent_steps_s: deque[float] = deque(maxlen=20)
         self._joined: set[NodeId] = set()
         self._ready: set[NodeId] = set()
@@ -64,7 +70,7 @@ class Story:
             case events.Planned() if record.generation > 1:
                 self._advance.clear()
             case events.Failed() if not record.is_collateral:
-                return f"lost: {record.cause}"
+                return self._lost(record)
             case events.Leaving():
                 return f"node {record.node} leaves after this step ({record.reason})"
             case events.Respawned():
@@ -74,6 +80,7 @@ class Story:
                 self.step = record.step
                 return f"this coordinator takes over after generation {record.generation}; next is step {record.step}"
             case events.Incident():
+                self._has_shown_log = False
                 return incident_text(record)
             case events.CompiledAhead():
                 return self._compiled_ahead(record)
@@ -106,6 +113,15 @@ class Story:
             case _:
                 pass
         return None
+
+    def _lost(self, failed: events.Failed) -> str:
+        """Say what was lost and, once in an incident, what a worker wrote last that failed by an error of its own."""
+        lines = last_lines(failed.detail) if failed.is_error and not self._has_shown_log else []
+        if not lines:
+            return f"lost: {failed.cause}"
+        self._has_shown_log = True
+        where = self._logs.where(failed.node)
+        return "\n".join([f"lost: {failed.cause}", f"  the end of its log{f' ({where})' if where else ''}:", *lines])
 
     def _compiled_ahead(self, record: events.CompiledAhead) -> str | None:
         """Say once that no loss will have to wait for a compilation any more."""
@@ -146,7 +162,7 @@ class Story:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201
+    print(printable(text), flush=True)  # noqa: T201
 
 
 class LineDisplay:
@@ -223,7 +239,7 @@ class LiveDisplay:
             self._progress.update(self._task, text=story.start_up)
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
+        self._progress.console.print(printable(text), markup=False, emoji=False)
 
     def close(self) -> None:
         self._progress.stop()
@@ -231,9 +247,8 @@ class LiveDisplay:
 
 def failure_text(failed: events.Failed, log: str | None) -> str:
     """Return the message that ends a run: the cause, where it was, and the last lines of what is known."""
-    lines = failed.detail.strip().splitlines()[-_DETAIL_LINES:]
     where = f" (generation {failed.generation}, step {failed.step}{f', log {log}' if log else ''})"
-    return "\n".join([f"failed: {failed.cause}{where}", *(f"    {line}" for line in lines)])
+    return printable("\n".join([f"failed: {failed.cause}{where}", *last_lines(failed.detail)]))
 
 
 def incident_text(incident: events.Incident) -> str:

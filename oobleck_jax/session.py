@@ -34,6 +34,7 @@ from oobleck_jax.inject import Kind
 from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.local_agents import LocalAgents
+from oobleck_jax.node_logs import NodeLogs
 from oobleck_jax.past_run import PastRun
 from oobleck_jax.planning.plan import NodeId, Plan
 from oobleck_jax.planning.reconfigure import get_ready
@@ -80,7 +81,10 @@ class Session:
             environment=os.environ,
         )
         self._summary = Summary(tokens_per_step=config.tokens_per_step)
-        self._display = make_display(num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step)
+        self._logs = NodeLogs(socket.gethostname())
+        self._display = make_display(
+            num_nodes=config.nodes, steps=config.steps, tokens_per_step=config.tokens_per_step, logs=self._logs
+        )
         past = setting.past
         self._files = events.RunFiles(
             setting.run_dir.path, goes_on_after=None if past is None else len(past.journal.decided)
@@ -130,6 +134,7 @@ class Session:
         match record:
             case events.Joined():
                 self._joined.add(record.node)
+                self._logs.take(record)
                 if record.node in self._contact.agents and record.node not in self._agents.alive:
                     self._note_agents(but=record.node)  # somebody else has started the one that joined
             case events.Committed():
@@ -145,8 +150,7 @@ class Session:
                 pass
         if isinstance(record, events.Failed) and record is self._summary.failure and self._on_loss is OnLoss.STOP:
             self._display.close()  # the bar must not be drawn over the message
-            log = None if record.node is None else str(self._setting.run_dir.log_path(record.node))
-            _complain(failure_text(record, log if self._setting.is_local else None))
+            _complain(failure_text(record, self._logs.where(record.node)))
         else:
             self._display.show(record)
 

@@ -255,7 +255,7 @@ class _Nodes:
         """
         run, config = self.line.run, self.line.config
         if not Path(where).is_dir():
-            log_dir = None if run.run_dir is None else run.run_dir / "logs"
+            log_dir = None if run.run_dir is None else run.run_dir.resolve() / "logs"
             if log_dir is not None:
                 log_dir.mkdir(parents=True, exist_ok=True)
             return self.agent(where, config=config, node=None, log_dir=log_dir)

@@ -10,7 +10,7 @@ from oobleck_jax.inject import Injection, Kind, Moment, WorkerInjector, check_in
 from oobleck_jax.planning.plan import NodeId
 
 
-TEXT = "kill:2@10:backward,stop:0@3:forward,term:1@4:sum,slow:1@5:0.5,join@20,coordinator@30"
+TEXT = "kill:2@10:backward,raise:0@4:vote,stop:0@3:forward,term:1@4:sum,slow:1@5:0.5,join@20,coordinator@30"
 
 
 def test_every_kind_is_parsed_and_printed_the_same():
@@ -69,6 +69,7 @@ for step in range(3):
 
 
 def test_the_next_incarnation_does_not_die_of_the_same():
-    second = WorkerInjector(["kill:2@1:vote", "kill:2@3:vote"], incarnation=1)
+    second = WorkerInjector(["kill:2@1:vote", "raise:2@3:vote"], incarnation=1)
     second(Moment.VOTE, 1)  # the test itself would die
-    assert [injection.step for injection in second._injections] == [3]
+    with pytest.raises(RuntimeError, match="an error on purpose \\(--inject raise:2@3:vote\\)"):
+        second(Moment.VOTE, 3)

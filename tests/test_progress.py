@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console
 
 from oobleck_jax import events
+from oobleck_jax.node_logs import NodeLogs
 from oobleck_jax.plan_text import parse_plan
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.progress import (
@@ -21,7 +22,7 @@ NAMES = ("embedding", "block 0", "block 1", "block 2", "head")
 
 
 def story() -> Story:
-    return Story(num_nodes=2, steps=100, tokens_per_step=1000)
+    return Story(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"))
 
 
 def joined(node: int) -> events.Joined:
@@ -81,10 +82,11 @@ def test_lines_come_at_most_every_few_seconds_but_for_events() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100, highlight=False)
-    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, stream=console)
+    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"), stream=console)
     display.note("the plan")
     display.show(events.Started(preset="p", num_nodes=2, fault_tolerance=0, steps=100, config_digest="", versions={}))
     display.show(ready(0))
+    display.show(failed(detail="[red]no markup[/] \x1b[2J :boom:"))
     display.show(events.Prepared(generation=1, step=0, seconds=2.0, num_compilations={}, phases={}))
     display.show(committed(0))
     display.note("a line that stays")
@@ -94,10 +96,19 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "1/100" in text
     assert "loss 4.2500" in text
     assert "a line that stays" in text
+    assert "    [red]no markup[/] \N{REPLACEMENT CHARACTER}[2J :boom:\n" in text
+
+
+def test_characters_that_a_terminal_lacks_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding="ascii"))
+    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"))
+    display.show(failed(detail="Übermut"))
+    assert stream.getvalue().endswith(b"    ?bermut\n")
 
 
 def test_something_else_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000)
+    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"))
     display.show(committed(0))
     display.close()
     assert capsys.readouterr().out == "step 0/100  loss 4.2500  2,000 tokens/s  50 s left\n"
@@ -132,20 +143,46 @@ def test_a_run_of_layers_is_named_by_kinds() -> None:
     assert describe_layers(range(1, 3), ("layer 0", "layer 1", "layer 2")) == "layer 1-2"
 
 
+def failed(**changes: object) -> events.Failed:
+    values: dict = {
+        "generation": 2,
+        "step": 17,
+        "node": NodeId(3),
+        "cause": "the worker of node 3 failed: ValueError: boom",
+        "detail": "\n".join(f"line {number}" for number in range(30)),
+        "is_collateral": False,
+        "is_error": True,
+    }
+    return events.Failed(**{**values, **changes})
+
+
 def test_a_failure_is_told_with_its_place_and_its_last_lines() -> None:
-    failed = events.Failed(
-        generation=2,
-        step=17,
-        node=NodeId(3),
-        cause="the worker of node 3 failed: ValueError: boom",
-        detail="\n".join(f"line {number}" for number in range(30)),
-        is_collateral=False,
-    )
-    first, *rest = failure_text(failed, "runs/a/logs/node-3.log").splitlines()
+    first, *rest = failure_text(failed(), "runs/a/logs/node-3.log").splitlines()
     assert first == (
         "failed: the worker of node 3 failed: ValueError: boom (generation 2, step 17, log runs/a/logs/node-3.log)"
     )
     assert rest == [f"    line {number}" for number in range(18, 30)]
+
+
+def test_the_end_of_a_log_is_shown_once_in_an_incident_if_the_worker_failed_by_itself() -> None:
+    logs = NodeLogs("here")
+    told = Story(num_nodes=5, steps=100, tokens_per_step=1000, logs=logs)
+    for node, name, log_dir in ((3, "here", "runs/a/logs"), (4, "there", "/x/logs"), (5, "there", None)):
+        logs.take(events.Joined(node=NodeId(node), name=name, incarnation=0, log_dir=log_dir))
+    cause = "lost: the worker of node 3 failed: ValueError: boom"
+    assert told.take(failed(is_error=False)) == cause
+    assert told.take(failed(is_collateral=True)) is None
+    shown = told.take(failed(detail=f"{'ab' * 500}\n\x1b[31mred\rbar  \n"))
+    assert (
+        shown
+        == f"{cause}\n  the end of its log (runs/a/logs/node-3.log):\n    {'ab' * 150} ...\n    \x1b[31mred\n    bar"
+    )
+    assert told.take(failed()) == cause
+    for node, where in ((4, "/x/logs/node-4.log on there"), (5, "printed by its agent on there")):
+        told.take(incident())
+        shown = told.take(failed(node=NodeId(node)))
+        assert shown is not None
+        assert shown.splitlines()[1:] == [f"  the end of its log ({where}):", *(f"    line {n}" for n in range(18, 30))]
 
 
 def test_durations_are_readable() -> None:
@@ -197,6 +234,6 @@ def test_it_is_told_once_when_all_nodes_have_the_programs_of_later_plans() -> No
 
 
 def test_a_run_that_goes_on_is_shown_from_where_it_was() -> None:
-    story = Story(num_nodes=2, steps=100, tokens_per_step=1)
-    assert story.take(events.Resumed(generation=3, step=40, nodes=(NodeId(0), NodeId(1)))) is not None
-    assert story.step == 40
+    told = story()
+    assert told.take(events.Resumed(generation=3, step=40, nodes=(NodeId(0), NodeId(1)))) is not None
+    assert told.step == 40

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -354,6 +355,7 @@ def test_with_fault_tolerance_the_run_goes_on_without_the_lost_node(launch: Laun
     out, err = run.communicate(timeout=LIMIT_S)
     assert (run.returncode, err) == (0, "")
     assert "lost: the worker of node 1 was killed by SIGKILL (kill -9, or out of memory)\n" in out
+    assert "the end of its log" not in out  # it says nothing of a signal
     assert "loss: the worker of node 1 was killed by SIGKILL" in out
     journal = [record for _, record in events.read_events(launch.run_dir / "journal.jsonl")]
     assert [record.step for record in journal] == list(range(600))  # pyright: ignore
@@ -578,11 +580,15 @@ def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None
     with bind("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     common = ("--steps", "8", "--coordinator-address", address, "--num-processes", "2", "--token", "secret")
-    other = launch.start(*common, "--process-id", "1")
+    common = (*common, "--fault-tolerance", "1")
+    other = launch.start(*common, "--process-id", "1", worker=("--fault", "raise@1:4"))
     first = launch.start(*common, "--process-id", "0")
     out, err = first.communicate(timeout=LIMIT_S)
     assert (first.returncode, err) == (0, "")
     assert "done: 8 of 8 steps" in out
+    assert "lost: the worker of node 1 failed: ValueError: invented trouble\n" in out
+    log = f"  the end of its log (printed by its agent on {socket.gethostname()}):\n"
+    assert f"{log}    Traceback (invented)\n    ValueError: invented trouble\n" in out  # it came along
     other.communicate(timeout=LIMIT_S)
     assert other.returncode == 0
     launch.await_nothing_left()

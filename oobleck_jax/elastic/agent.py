@@ -188,6 +188,7 @@ class _Agent:
             worker=None if keeper is None else keeper.ready,
             held=None if keeper is None else keeper.held,
             agent=self._identity,
+            log_dir=options.log_dir,
         )
 
     def _take_in(self, connection: Connection, welcome: messages.Welcome, request: messages.Join) -> None:

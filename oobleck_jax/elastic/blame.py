@@ -15,6 +15,10 @@ from oobleck_jax.elastic import messages
 from oobleck_jax.planning.plan import NodeId
 
 
+# Signals that others send: of these the log of a worker says nothing.
+_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
+
 class Weight(IntEnum):
     """How well a piece of evidence explains the failure of a run; the heavier wins."""
 
@@ -35,6 +39,7 @@ class Cause:
     noticed_s: float
     is_agent: bool = False  # the agent is lost, too: no new worker can be had of it
     notice_s: float | None = None  # how long it had been so when it was noticed, where that is known
+    is_error: bool = False  # the worker's own: its log says more
 
     @property
     def guilty(self) -> NodeId | None:
@@ -50,6 +55,7 @@ class Cause:
             cause=self.what,
             detail=self.detail,
             is_collateral=is_collateral,
+            is_error=self.is_error,
         )
 
 
@@ -86,7 +92,8 @@ def cause_of_exit(exited: messages.WorkerExited, now_s: float) -> Cause:
     # Libraries abort when a peer goes away; any other signal came from outside or from a fault of the worker's own.
     is_firm = exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT
     weight = Weight.FIRM if is_firm else Weight.OWN
-    return Cause(node=exited.node, weight=weight, what=what, detail=exited.log_tail, noticed_s=now_s)
+    is_error = -exited.exit_code not in _FROM_OUTSIDE
+    return Cause(node=exited.node, weight=weight, what=what, detail=exited.log_tail, noticed_s=now_s, is_error=is_error)
 
 
 def cause_of_failure(failed: messages.Failed, now_s: float) -> Cause:
@@ -101,6 +108,7 @@ def cause_of_failure(failed: messages.Failed, now_s: float) -> Cause:
         what=what,
         detail=failed.traceback,
         noticed_s=now_s,
+        is_error=weight is Weight.OWN,
     )
 
 

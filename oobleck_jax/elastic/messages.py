@@ -75,6 +75,7 @@ class Join(Message, frozen=True, kw_only=True):
     worker: WorkerReady | None = None  # that has lived on while its agent was without a coordinator
     held: Held | None = None  # what that worker has, counting the commits that were passed on to it
     agent: str = ""  # of this process and no other: by it an agent replaces a connection of its own
+    log_dir: str | None = None  # on its host, where node-K.log goes; None: to the output of the agent
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -105,7 +105,7 @@ class Roster:
             agent=join.agent,
         )
         self._nodes[number] = self._by_connection[connection] = node
-        self._out.write(events.Joined(node=number, name=join.name, incarnation=node.incarnation))
+        self._out.write(events.Joined(node=number, name=join.name, incarnation=node.incarnation, log_dir=join.log_dir))
         is_first = join.incarnation == 0 and join.worker is None
         self._welcome(node, is_first=is_first, ahead=self._terms.ahead if has_begun else ())
         if join.worker is not None:

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from oobleck_jax.elastic.blame import Cause, Evidence, Weight, cause_of_exit, describe_exit, suspects
+from oobleck_jax.elastic.blame import Cause, Evidence, Weight, cause_of_exit, cause_of_failure, describe_exit, suspects
 from oobleck_jax.elastic.messages import Failed, WorkerExited
 from oobleck_jax.planning.plan import NodeId
 
@@ -30,18 +30,22 @@ def test_the_heaviest_evidence_counts_and_the_earliest_of_equals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "weight", "words"),
+    ("exit_code", "weight", "words", "is_error"),
     [
-        (-signal.SIGKILL, Weight.FIRM, "was killed by SIGKILL (kill -9, or out of memory)"),
-        (-signal.SIGSEGV, Weight.FIRM, "was killed by SIGSEGV"),
-        (-signal.SIGABRT, Weight.OWN, "was killed by SIGABRT"),  # JAX's runtime aborts when a peer is gone
-        (3, Weight.OWN, "ended with exit code 3"),
+        (-signal.SIGKILL, Weight.FIRM, "was killed by SIGKILL (kill -9, or out of memory)", False),
+        (-signal.SIGTERM, Weight.FIRM, "was killed by SIGTERM", False),
+        (-signal.SIGSEGV, Weight.FIRM, "was killed by SIGSEGV", True),
+        (-signal.SIGABRT, Weight.OWN, "was killed by SIGABRT", True),  # JAX's runtime aborts when a peer is gone
+        (3, Weight.OWN, "ended with exit code 3", True),
     ],
 )
-def test_how_a_worker_ended_says_how_much_it_explains(exit_code: int, weight: Weight, words: str) -> None:
+def test_how_a_worker_ended_says_how_much_it_explains(
+    exit_code: int, weight: Weight, words: str, is_error: bool
+) -> None:
     exited = WorkerExited(node=NodeId(2), incarnation=0, exit_code=exit_code, log_tail="tail")
     found = cause_of_exit(exited, 5.0)
     assert (found.weight, found.what, found.detail) == (weight, f"the worker of node 2 {words}", "tail")
+    assert found.record(generation=1, step=0, is_collateral=False).is_error is is_error
 
 
 def test_an_unknown_signal_is_described() -> None:
@@ -60,6 +64,7 @@ def test_an_unknown_signal_is_described() -> None:
 def test_a_failure_knows_whether_it_is_a_consequence(error: str, blames: NodeId | None, is_collateral: bool) -> None:
     failed = Failed(node=NodeId(0), generation=1, error=error, traceback="", blames=blames)
     assert failed.is_collateral is is_collateral
+    assert cause_of_failure(failed, 5.0).is_error is not is_collateral
 
 
 @pytest.mark.parametrize(

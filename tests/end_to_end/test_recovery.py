@@ -9,7 +9,8 @@ import pytest
 
 from oobleck_jax import events
 from oobleck_jax.execution.recorder import Activity
-from oobleck_jax.inject import parse_injections
+from oobleck_jax.inject import Injection, Kind, parse_injections
+from oobleck_jax.live_run import LiveRun
 from oobleck_jax.timeline import PROGRAMS, read_timeline
 from tests.end_to_end.training_runs import (
     LIMIT_S,
@@ -29,8 +30,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(2 * LIMIT_S)]
 # All nodes but one are killed, the later ones in what was made of the first plan; they come back, but perhaps too late.
 # The step of a node that is killed after its vote counts, or does not.
 KILLS = {
-    1: "0@5:commit 2@6:recovery 1@15:forward 3@24:backward 4@33:sum 5@42:vote",
-    2: "0@5:sum 2@5:sum 1@15:forward 3@15:backward 4@26:vote 5@37:commit 6@38:recovery",
+    1: "kill:0@5:commit kill:2@6:recovery raise:1@15:forward kill:3@24:backward kill:4@33:sum kill:5@42:vote",
+    2: "kill:0@5:sum kill:2@5:sum kill:1@15:forward kill:3@15:backward kill:4@26:vote kill:5@37:commit "
+    "kill:6@38:recovery",
 }
 PLANS = {1: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4-6", 2: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4-6 | 0-6"}
 
@@ -38,7 +40,7 @@ PLANS = {1: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4-6", 2: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4
 @pytest.mark.parametrize("fault_tolerance", [pytest.param(1, marks=pytest.mark.jax_version), 2])
 def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_path, fault_tolerance):
     """With f = 1 one by one, with f = 2 also two at once; and, each time, one while the others recover."""
-    kills = parse_injections(",".join(f"kill:{kill}" for kill in KILLS[fault_tolerance].split()))
+    kills = parse_injections(KILLS[fault_tolerance].replace(" ", ","))
     run = train(
         tmp_path / "run",
         *("--nodes", str(len(kills) + 1), "--plan", PLANS[fault_tolerance], "--trace"),
@@ -50,9 +52,22 @@ def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_
     assert sorted(lost) == list(range(len(kills))), story_of(run)
     for kill in kills:
         incident = lost[kill.node]
-        assert "SIGKILL" in incident.cause
+        assert ("SIGKILL" if kill.kind is Kind.KILL else f"an error on purpose (--inject {kill})") in incident.cause
         assert incident.step - kill.step in (0, 1), f"{kill} became {incident}"
     assert_traced(run.run_dir, num_nodes=len(kills) + 1)
+    assert_ends_of_logs_are_shown(run, [kill for kill in kills if kill.kind is Kind.RAISE])
+
+
+def assert_ends_of_logs_are_shown(run: LiveRun, errors: list[Injection]) -> None:
+    """The terminal shows what a worker wrote last that failed by an error of its own, and nothing of killed ones."""
+    out = run.output.read_text()
+    assert out.count("the end of its log") == len(errors)
+    for error in errors:
+        log = run.run_dir / "logs" / f"node-{error.node}.log"
+        _, _, end = out.partition(f"\n  the end of its log ({log}):\n")
+        shown = [line.strip() for line in end.splitlines() if line.startswith("    ")]
+        assert f"RuntimeError: an error on purpose (--inject {error})" in shown, out
+        assert set(shown) < {line.strip() for line in log.read_text().splitlines()}
 
 
 def assert_traced(run_dir: Path, *, num_nodes: int) -> None:
