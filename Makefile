@@ -1,6 +1,6 @@
 # make train   trains a small GPT on five node processes of this machine; needs Python 3.11 or newer, nothing else
 # make demo    the same with three kills and a node that joins, and a picture of what that did
-# make test    everything that must hold: format, lint, types, tests
+# make test    everything that must hold: format, lint, types, tests (but for long commands of the documents: .ci/run)
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,\
 	$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))

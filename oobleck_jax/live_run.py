@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from oobleck_jax.errors import OobleckError
 from oobleck_jax.events import Committed, Record, Restored
 from oobleck_jax.run_processes import agents_of, workers_of
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _POLL_S = 0.02
 
 
-class LiveRunError(Exception):
+class LiveRunError(OobleckError):
     """A run ended, or does not do what is waited for."""
 
 
@@ -116,13 +117,19 @@ class LiveRun:
         deadline_s = time.monotonic() + limit_s
         while not (found := condition()):
             if self.process is not None and self.process.poll() is not None:
-                raise LiveRunError(
-                    f"the run ended with exit code {self.process.returncode} before there was {what}; see {self.output}"
-                )
+                ended = f"the run ended with exit code {self.process.returncode}"
+                raise LiveRunError(f"{ended} before there was {what}; {self._last_words}")
             if time.monotonic() > deadline_s:
-                raise LiveRunError(f"no {what} within {limit_s:.0f} s; see {self.output}")
+                raise LiveRunError(f"no {what} within {limit_s:.0f} s; {self._last_words}")
             time.sleep(_POLL_S)
         return found
+
+    @property
+    def _last_words(self) -> str:
+        """What the run printed last: the folder of a benchmark is gone when its message is read."""
+        lines = self.output.read_text(encoding="utf-8", errors="replace").split("\n") if self.output.exists() else []
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        return f"it said last: {said} ({self.output})"
 
     def interrupt(self, *, limit_s: float) -> None:
         """End the run as Ctrl-C does.
@@ -147,7 +154,7 @@ class LiveRun:
         try:
             return self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise LiveRunError(f"the run did not end within {limit_s:.0f} s; see {self.output}") from None
+            raise LiveRunError(f"the run did not end within {limit_s:.0f} s; {self._last_words}") from None
 
     def kill_all(self) -> None:
         """Leave nothing behind of a run that has gone wrong."""

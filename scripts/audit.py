@@ -15,6 +15,7 @@ import tyro
 
 from oobleck_jax.audit import Audit, audit
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.script import run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,4 +59,4 @@ def report(found: Audit) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

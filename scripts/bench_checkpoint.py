@@ -28,6 +28,7 @@ import tyro
 
 from oobleck_jax import events
 from oobleck_jax.journal import read_journal
+from oobleck_jax.script import run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -119,4 +120,4 @@ def restored_s(run_dir: Path, flags: Sequence[str]) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0]))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -32,6 +32,7 @@ from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.terms import Proposal, Terms
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
+from oobleck_jax.script import run_script
 
 
 VERSIONS = {"bench": "1"}
@@ -305,4 +306,4 @@ class Agent:
 if __name__ == "__main__":
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -30,6 +30,7 @@ from oobleck_jax.planning.estimate import LAPTOP_RATES
 from oobleck_jax.planning.forecast import forecast_stages
 from oobleck_jax.planning.interleave import interleave
 from oobleck_jax.planning.plan import NodeId, Stage, Template
+from oobleck_jax.script import run_script
 
 
 _UNLIMITED_BYTES = 1 << 50
@@ -139,4 +140,4 @@ def even_template(num_layers: int, num_stages: int) -> Template:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -13,6 +13,7 @@ is cached between them.
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from oobleck_jax.planning.planner import plan_from
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.reconfigure import get_ready, reconfigure
 from oobleck_jax.planning.templates import Templates, make_templates
+from oobleck_jax.script import run_script
 
 
 TARGETS_S = {"templates_96x64_s": 1.0, "templates_96x32x8_s": 5.0, "plan_1000_s": 0.1, "reconfigure_1000_s": 1.0}
@@ -114,4 +116,4 @@ def timed(run: Callable[[Templates], object], templates: Templates) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -33,6 +33,7 @@ from oobleck_jax.planning.forecast import Forecast, forecast_plan
 from oobleck_jax.planning.plan import Plan
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate
 from oobleck_jax.propose import make_proposer, memory_per_device
+from oobleck_jax.script import run_script
 from oobleck_jax.session import software_versions
 
 
@@ -48,6 +49,7 @@ class Arguments:
     microbatch_size: int = 1  # sequences per microbatch; few, so that many steps take little time
     rounds: int = 2  # each measures a profile and runs every plan once
     steps: int = 12  # of each run; the first is not counted
+    cases: int | None = None  # run only the first so many plans, and the planner's (default: all)
     json: Path | None = None  # where to write the result
 
 
@@ -89,7 +91,7 @@ def main(arguments: Arguments) -> int:
     if len(cores) < 2:
         print("bench_prediction.py: two cores are needed, one for each node", file=sys.stderr)
         return 2
-    cases = cases_of(base.model.num_layers)
+    cases = cases_of(base.model.num_layers)[: arguments.cases]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         profiles: list[Profile] = []
@@ -283,4 +285,4 @@ def report(arguments: Arguments, rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

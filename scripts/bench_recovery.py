@@ -33,6 +33,7 @@ import tyro
 from oobleck_jax import events
 from oobleck_jax.live_run import LiveRun
 from oobleck_jax.planning.plan import NodeId, Plan
+from oobleck_jax.script import run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -235,4 +236,4 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0]))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

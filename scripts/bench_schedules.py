@@ -28,6 +28,7 @@ from oobleck_jax.config import ScheduleKind
 from oobleck_jax.events import read_events
 from oobleck_jax.planning.plan import Pipeline
 from oobleck_jax.planning.schedule_kinds import bubble_of_equal_stages
+from oobleck_jax.script import run_script
 from oobleck_jax.timeline import PROGRAMS, Timeline, read_timeline
 
 
@@ -132,4 +133,4 @@ def measured_bubble(timeline: Timeline) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -29,6 +29,7 @@ from models.gpt import GptConfig
 from models.presets import load_preset
 from oobleck_jax.config import OptimizerConfig, Precision, RunConfig
 from oobleck_jax.elastic.worker_process import MALLOC
+from oobleck_jax.script import run_script
 
 
 SCRIPTS = Path(__file__).parent
@@ -211,4 +212,4 @@ def plain_tokens_per_s(case: Case, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

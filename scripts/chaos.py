@@ -19,6 +19,7 @@ from models.presets import load_preset
 from oobleck_jax.chaos import Chaos, draw_strikes, violations_of
 from oobleck_jax.live_run import LiveRun, LiveRunError
 from oobleck_jax.plan_text import read_plan
+from oobleck_jax.script import run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -116,4 +117,4 @@ def _undisturbed(folder: Path, arguments: Arguments, num_steps: int) -> list[flo
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -27,6 +27,7 @@ from oobleck_jax.config import Precision
 from oobleck_jax.dashboard.facts import flops_per_step, peak_flops_per_s
 from oobleck_jax.errors import OobleckError
 from oobleck_jax.live_run import LiveRun, LiveRunError
+from oobleck_jax.script import run_script
 from scripts.bench_throughput import Case, run_pipeline, run_plain
 
 
@@ -159,4 +160,4 @@ def compare(arguments: Arguments, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -34,6 +34,7 @@ from oobleck_jax.replay.recovery_costs import read_costs
 from oobleck_jax.replay.score import SLOWER, Score, hold
 from oobleck_jax.replay.timeline import Spending
 from oobleck_jax.replay.trace import Trace, read_trace
+from oobleck_jax.script import run_script
 
 
 NUM_NODES = 30
@@ -196,4 +197,4 @@ def draw(results: Results, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

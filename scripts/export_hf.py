@@ -16,6 +16,7 @@ from models.gpt import GptConfig
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.huggingface import export
 from oobleck_jax.saved_model import load_model
+from oobleck_jax.script import run_script
 from oobleck_jax.tokenizer import tokenizer_of
 
 
@@ -55,4 +56,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.sampling import WholeModel, sample
 from oobleck_jax.saved_model import load_model
+from oobleck_jax.script import run_script
 from oobleck_jax.tokenizer import tokenizer_of
 
 
@@ -90,4 +91,4 @@ def _note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -26,6 +26,7 @@ from oobleck_jax.plan_tables import print_report
 from oobleck_jax.planning.devices import device_named
 from oobleck_jax.planning.templates import make_templates
 from oobleck_jax.propose import layer_sizes, schedule_of
+from oobleck_jax.script import run_script
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
@@ -105,4 +106,4 @@ def report_of(arguments: Arguments, config: RunConfig) -> Report:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -23,6 +23,7 @@ from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import Profiler, cache_folder, place_of
 from oobleck_jax.planning.devices import device_named, rates_of
 from oobleck_jax.planning.profile import Profile, profile_to_json
+from oobleck_jax.script import run_script
 from oobleck_jax.session import software_versions
 
 
@@ -133,4 +134,4 @@ def _show(profile: Profile) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -36,6 +36,7 @@ from oobleck_jax.replay.sweep import Sweep, parse_sweep
 from oobleck_jax.replay.tables import scores_table, settings_table, sweep_table
 from oobleck_jax.replay.trace import Trace, read_trace
 from oobleck_jax.replay.workload import Workload
+from oobleck_jax.script import run_script
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
@@ -229,4 +230,4 @@ def _write(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=__doc__)))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=__doc__)))

@@ -12,6 +12,7 @@ import tyro
 
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.report import read_report, write_report
+from oobleck_jax.script import run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +36,4 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

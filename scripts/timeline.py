@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from oobleck_jax.errors import ConfigError
+from oobleck_jax.script import check_picture, run_script
 from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
 
 
@@ -30,6 +31,7 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Read, write; return the exit code."""
     try:
+        check_picture(arguments.output, flag="--output", besides=(".json",))
         steps = _range(arguments.steps)
         timeline = read_timeline(arguments.run_dir, steps=steps)
     except (ConfigError, OSError) as error:
@@ -54,4 +56,4 @@ def _range(text: str | None) -> range | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))
+    sys.exit(run_script(main, tyro.cli(Arguments, description=(__doc__ or "").partition("\n")[0])))

@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,21 +14,17 @@ from oobleck_jax.config import check_config
 from oobleck_jax.data import check_data
 from oobleck_jax.options import CommandLine, parse_command_line
 from oobleck_jax.propose import make_proposer
+from tests.documents import DOCUMENTS, ON_A_CLUSTER, ROOT, blocks_of, script_of
 
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 LAUNCH_FILES = sorted((ROOT / "scripts" / "launch").iterdir())
 MANY_HOSTS = 8  # where the scheduler says how many
 SMALLEST_PIECE = 9  # characters of a message that are worth looking for
 
 
-def commands_of(path: Path) -> Iterator[str]:
-    """Yield the commands with our scripts in the code blocks of a document, continued lines joined."""
-    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            if line.startswith("python scripts/"):
-                yield line
+def commands_of(path: Path) -> list[str]:
+    """Return the commands of a document that start our scripts."""
+    return [command for block in blocks_of(path) for command in block.commands if script_of(command)]
 
 
 def strings_of_the_code() -> list[str]:
@@ -73,9 +68,10 @@ def check_run(line: CommandLine) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_for_several_hosts_are_marked(path: Path) -> None:
-    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
-        if "--coordinator-address" in block or "--token-file" in block:
-            assert block.startswith("# on a cluster\n"), f"{path.name}: {block}"
+    for block in blocks_of(path):
+        for command in block.commands:
+            if script_of(command) and ("--coordinator-address" in command or "--token-file" in command):
+                assert block.is_for_cluster, f"{path.name}: {command} needs {ON_A_CLUSTER!r} before it"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
