@@ -234,7 +234,9 @@ def _num_train_samples(run_dir: Path, config: RunConfig) -> int:
         )
     num_samples = TokenDataset.open(config).num_train_samples
     if num_samples == 0:
-        raise DataError(f"{config.data} has no training sample of {config.sequence_length} tokens")
+        raise DataError(
+            f"{config.data} has no training sample of {config.sequence_length} tokens; is it the file of this run?"
+        )
     return num_samples
 
 

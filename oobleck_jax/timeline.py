@@ -87,7 +87,8 @@ def read_timeline(run_dir: Path, *, steps: range | None = None) -> Timeline:
         raise ConfigError(f"{run_dir} has no trace; start the run with --trace")
     traces = tuple(_read_trace(path, steps) for path in paths)
     if not any(trace.records for trace in traces):
-        raise ConfigError(f"the trace of {run_dir} has nothing of steps {steps}; it may not have come that far")
+        which = "any step" if steps is None else f"steps {steps.start} to {steps.stop - 1}"
+        raise ConfigError(f"the trace of {run_dir} has nothing of {which}; it may not have come that far")
     timeline = Timeline(traces=tuple(trace for trace in traces if trace.records), incidents=())
     incidents = (
         (int(1e9 * (time_s - record.seconds.get("total", 0.0))), int(1e9 * time_s), record)

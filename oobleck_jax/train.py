@@ -97,6 +97,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     if line.run.tensorboard:
         check_tensorboard()
     token = read_token(line.cluster)
+    _check_authority(line.cluster.tls_authority)
     nodes = _Nodes(line=line, token=token, worker_command=worker_command)
     if line.run.orphan_minutes < 0:
         raise ConfigError(f"--orphan-minutes is {line.run.orphan_minutes}; it must not be negative")
@@ -354,6 +355,16 @@ def _find_process(line: CommandLine, *, has_nodes: bool) -> ProcessPlace | None:
     if cluster.coordinator_address is None:
         raise ConfigError("a coordinator without nodes needs --coordinator-address HOST:PORT, where nodes --join it")
     return find_place(cluster.coordinator_address, line.config.nodes, 0, os.environ)
+
+
+def _check_authority(authority: Path | None) -> None:
+    """Refuse a file that has no certificate to trust."""
+    if authority is None:
+        return
+    try:
+        ssl.create_default_context(cafile=authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--tls-authority {authority} has no certificate to trust: {error}") from None
 
 
 def _server_tls(cluster: ClusterOptions) -> ssl.SSLContext | None:

@@ -31,6 +31,7 @@ from oobleck_jax.elastic.coordinator import Coordinator, Services, bind
 from oobleck_jax.elastic.limits import Limits
 from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.terms import Proposal, Terms
+from oobleck_jax.errors import ConfigError
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
 from oobleck_jax.script import run_script
 
@@ -66,6 +67,8 @@ class Cost:
 
 def main(arguments: Arguments) -> int:
     """Measure, print, and write the JSON."""
+    if min(arguments.agents) < 1:
+        raise ConfigError(f"--agents is {min(arguments.agents)}; it must be at least 1")
     costs = [measure(number, arguments) for number in arguments.agents]
     print("agents  commit ms  (slowest)  all at once ms  coordinator CPU ms per step")
     for cost in costs:

@@ -31,6 +31,7 @@ import msgspec
 import tyro
 
 from oobleck_jax import events
+from oobleck_jax.errors import ConfigError
 from oobleck_jax.live_run import LiveRun
 from oobleck_jax.planning.plan import NodeId, Plan
 from oobleck_jax.script import run_script
@@ -81,6 +82,8 @@ def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
 
 def main(arguments: Arguments) -> None:
     """Kill, compare, print, write."""
+    if arguments.kills < 1:
+        raise ConfigError(f"--kills is {arguments.kills}; it must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as folder:
         flags = ["--preset", arguments.preset, "--nodes", str(arguments.nodes)]

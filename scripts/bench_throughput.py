@@ -59,9 +59,11 @@ class Case(NamedTuple):
         """Read PRESET:PRECISION."""
         preset, _, precision = text.rpartition(":")
         try:
-            return cls(f"{__file__}:{WIDE}" if preset == WIDE else preset, Precision(precision))
+            case = cls(f"{__file__}:{WIDE}" if preset == WIDE else preset, Precision(precision))
         except ValueError:
             raise SystemExit(f"--cases: {text!r} is not PRESET:{'|'.join(Precision)}") from None
+        load_preset(case.preset)  # refuse what is none
+        return case
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import tyro
 
 from models.presets import load_preset
 from oobleck_jax.chaos import Chaos, draw_strikes, violations_of
+from oobleck_jax.errors import ConfigError
 from oobleck_jax.live_run import LiveRun, LiveRunError
 from oobleck_jax.plan_text import read_plan
 from oobleck_jax.script import run_script
@@ -46,6 +47,9 @@ class Arguments:
 def main(arguments: Arguments) -> int:
     """Run, check, print, write; return the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
+    if arguments.nodes < 2:
+        raise ConfigError(f"--nodes is {arguments.nodes}; two at least, or nobody is left to go on")
+    read_plan(arguments.plan, num_microbatches=load_preset(PRESET).num_microbatches)  # refuse what is none
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     strikes = draw_strikes(
@@ -75,7 +79,8 @@ def main(arguments: Arguments) -> int:
         chaos.run(strikes, lambda text: print(text, flush=True))
     except LiveRunError as error:
         violations.append(f"after strike {chaos.struck} of seed {arguments.seed}: {error}")
-    num_steps = len((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    metrics = run_dir / "metrics.jsonl"
+    num_steps = len(metrics.read_text(encoding="utf-8").splitlines()) if metrics.exists() else 0
     print(f"{chaos.survived} of {chaos.struck} survived, {num_steps} steps; now the same without strikes", flush=True)
     losses = _undisturbed(folder, arguments, num_steps) if num_steps else []
     violations += violations_of(run_dir, losses, relative=arguments.relative)

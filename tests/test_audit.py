@@ -13,7 +13,7 @@ from oobleck_jax import audit as audit_module, events
 from oobleck_jax.audit import Audit, audit
 from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.data import TokenDataset
-from oobleck_jax.errors import ConfigError
+from oobleck_jax.errors import ConfigError, DataError
 from oobleck_jax.journal import read_journal
 from scripts.audit import Arguments, main
 from tests.checkpoint.checkpoints import save
@@ -181,6 +181,24 @@ def test_the_script_reports_in_words_and_json(tmp_path: Path, capsys: pytest.Cap
     assert main(Arguments(run_dir=tmp_path)) == 1
     assert "VIOLATION" in capsys.readouterr().out
     assert main(Arguments(run_dir=tmp_path / "absent")) == 2
+
+
+def test_texts_of_another_python_are_not_compared(tmp_path: Path) -> None:
+    started = events.Started(
+        preset="gpt-test", num_nodes=1, fault_tolerance=0, steps=3, config_digest="", versions={"python": "2.7"}
+    )
+    write(tmp_path, commits(1, 0, 3), more=[started])
+    with pytest.raises(
+        DataError, match=r"took its data from Python 2\.7, this is Python .*; audit it with that version"
+    ):
+        audit(tmp_path)
+
+
+def test_data_that_is_too_short_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, commits(1, 0, 3))
+    monkeypatch.setattr(TokenDataset, "num_train_samples", 0)
+    with pytest.raises(DataError, match="builtin has no training sample of 16 tokens; is it the file of this run"):
+        audit(tmp_path)
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

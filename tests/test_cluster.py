@@ -1,5 +1,6 @@
 import pytest
 
+from oobleck_jax import cluster
 from oobleck_jax.cluster import ProcessPlace, find_place
 from oobleck_jax.errors import ConfigError
 
@@ -39,6 +40,27 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_detected_must_be_given() -> None:
     with pytest.raises(ConfigError, match="--coordinator-address is not given, and no Slurm"):
         find_place("auto", None, None, {})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("program", "limit_s", "words"),
+    [
+        (
+            "raise SystemExit('no host of that name')",
+            60.0,
+            r"failed \(no host of that name\); give --coordinator-address",
+        ),
+        ("import time; time.sleep(60)", 0.2, "took more than 0 s; give --coordinator-address"),
+    ],
+)
+def test_a_detection_that_fails_says_what_to_give(
+    monkeypatch: pytest.MonkeyPatch, program: str, limit_s: float, words: str
+) -> None:
+    monkeypatch.setattr(cluster, "_DETECT", program)
+    monkeypatch.setattr(cluster, "_DETECTION_S", limit_s)
+    with pytest.raises(ConfigError, match=f"detecting the cluster {words}"):
+        find_place("auto", None, None, SLURM)
 
 
 @pytest.mark.parametrize(

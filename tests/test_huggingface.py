@@ -135,7 +135,11 @@ def test_a_damaged_or_foreign_directory_is_refused(tmp_path: Path) -> None:
     export(tmp_path, random_params(CONFIG), CONFIG, None)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
-    del tensors["transformer.h.1.mlp.c_fc.bias"]
+    name = "transformer.h.1.mlp.c_fc.bias"
+    save_file(tensors | {name: tensors[name][:-1]}, path)
+    with pytest.raises(ConfigError, match=r"model\.safetensors has shape \(.*,\), the model needs \("):
+        init_from(tmp_path, CONFIG)
+    del tensors[name]
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=r"has no tensor 'h\.1\.mlp\.c_fc\.bias'"):
         init_from(tmp_path, CONFIG)

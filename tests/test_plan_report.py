@@ -1,13 +1,17 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from oobleck_jax.errors import PlanError
 from oobleck_jax.plan_report import Report
 from oobleck_jax.plan_tables import layers_text, ranges_text, seconds, sizes_text
 from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.plan import Stage, Template
+from oobleck_jax.planning.profile import profile_to_json
+from oobleck_jax.propose import estimated_profile
 from scripts.plan import Arguments, config_of, main, report_of
 
 
@@ -29,6 +33,22 @@ def test_report_holds_what_was_asked_for() -> None:
     assert result.prices[0].loss == 0
     assert sorted(node for outcome in result.losses for node in outcome.lost) == list(range(7))
     assert all(sum(outcome.sizes) == 6 for outcome in result.losses)
+
+
+def test_estimates_of_xla_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(replace(LAPTOP, profile="xla")) == 2
+    assert "--profile xla estimates costs on a --device; name one" in capsys.readouterr().err
+
+
+def test_a_profile_for_other_devices_is_refused(tmp_path: Path) -> None:
+    profile = estimated_profile(config_of(LAPTOP))
+    layers = tuple(replace(layer, costs=(replace(layer.costs[0], num_devices=2),)) for layer in profile.layers)
+    path = tmp_path / "profile.json"
+    path.write_bytes(profile_to_json(replace(profile, layers=layers)))
+    with pytest.raises(
+        PlanError, match=r"costs for \[2\] devices, but none for a power of two up to --devices-per-node 1"
+    ):
+        report(replace(LAPTOP, profile=str(path)))
 
 
 def test_fault_tolerance_never_makes_a_plan_faster() -> None:

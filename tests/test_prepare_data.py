@@ -73,7 +73,7 @@ def test_inputs_are_files_directories_and_globs_each_once(tmp_path: Path) -> Non
     assert names("b.txt", "") == ["b.txt", "a.txt", "sub/c.txt"]
     assert names("*.txt", "sub/*") == ["a.txt", "b.txt", "sub/c.txt", "sub/d.md"]
     assert names("sub", pattern="*.md") == ["sub/d.md"]
-    with pytest.raises(ConfigError, match=r"--input .*nothing\* has no file"):
+    with pytest.raises(ConfigError, match=r"nothing\* has no file \(in directories, --pattern \*\.txt is looked for\)"):
         names("a.txt", "nothing*")
 
 

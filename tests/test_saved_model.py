@@ -164,3 +164,11 @@ def test_the_likeliest_tokens_are_taken_and_the_context_slides() -> None:
     window = np.asarray(prompt[-8:], np.int32)
     assert greedy[0] == int(model.next_logits(window, 8).argmax())
     assert greedy == list(sample(model, prompt[-8:], temperature=0.0, top_k=0, **settings))
+
+
+def test_only_a_gpt_is_exported(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    saved = load_model(run_dir, step=None, on_damage=pytest.fail)
+    toy = load_preset(f"{Path(__file__).parent / 'models' / 'toy_model.py'}:toy")
+    monkeypatch.setattr(export_hf, "load_model", lambda *_, **__: dataclasses.replace(saved, config=toy))
+    assert export_hf.main(export_hf.Arguments(run_dir=run_dir, output=tmp_path / "exported")) == 2
+    assert "trains no GPT-2, but a ToyConfig" in capsys.readouterr().err

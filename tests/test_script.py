@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from oobleck_jax.errors import OobleckError
-from oobleck_jax.script import check_picture, run_script
+from oobleck_jax.errors import ConfigError, OobleckError
+from oobleck_jax.script import check_picture, make_room, run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,12 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     arguments = Arguments(plot=path) if path.suffix == ".gif" else Arguments(json=path)
     assert run_script(lambda _: pytest.fail("it began"), arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=r"--json .* cannot be written; choose another folder"):
+        make_room(tmp_path / "a.json", flag="--json")
 
 
 def test_what_fails_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

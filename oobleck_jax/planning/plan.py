@@ -161,7 +161,7 @@ def check_plan(plan: Plan, *, num_layers: int, num_microbatches: int, devices_pe
 def _check_template(template: Template, name: str, num_layers: int, devices_per_node: int) -> None:
     expected = 0
     if not template.stages:
-        raise PlanError(f"{name} has no stage")
+        raise PlanError(f"{name} has no stage; give at least one, with all layers")
     for index, stage in enumerate(template.stages):
         if stage.first_layer != expected or stage.end_layer <= stage.first_layer:
             raise PlanError(
@@ -199,7 +199,8 @@ def _check_lanes(pipeline: Pipeline, name: str) -> None:
     used = [(stage.node_index, device) for stage in stages for device in stage.devices]
     if _repeated(used):
         node_index, device = _repeated(used)[0]
-        raise PlanError(f"{name} uses device {device} of its node {node_index} in two stages")
+        where = f"device {device} of its node {node_index}"
+        raise PlanError(f"{name} uses {where} in two stages; give each its own, or make the pipeline interleaved")
 
 
 def _repeated(items: Iterable[T]) -> list[T]:

@@ -123,7 +123,10 @@ def profile_from_json(data: bytes | str) -> Profile:
         profile = msgspec.json.decode(data, type=Profile)
     except msgspec.DecodeError as error:
         raise PlanError(f"not a profile: {error}; make one with scripts/profile.py") from error
-    check_profile(profile)
+    try:
+        check_profile(profile)
+    except PlanError as error:
+        raise PlanError(f"damaged: {error}; make another with scripts/profile.py") from None
     return profile
 
 

@@ -133,7 +133,8 @@ def make_trace(name: str, duration_s: float, lives: Iterable[Life]) -> Trace:
     """
     ordered = tuple(sorted(lives, key=lambda life: (life.begin_s, life.node)))
     if duration_s <= 0 or not ordered:
-        raise TraceError(f"trace {name} has {len(ordered)} nodes and lasts {duration_s:g} s; it needs both")
+        needed = "it needs a node, and a later line or --hours"
+        raise TraceError(f"trace {name} has {len(ordered)} nodes and lasts {duration_s:g} s; {needed}")
     return Trace(name=name, duration_s=duration_s, lives=ordered)
 
 
@@ -150,8 +151,12 @@ def read_trace(path: Path, *, seed: int = 0, unit_s: float | None = None) -> Tra
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"--trace {path}: {error}") from None
+    except OSError as error:
+        raise TraceError(
+            f"--trace {path}: {error.strerror}; give a file, or a recipe such as poisson:mtbf=1800"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise TraceError(f"--trace {path} is no text: {error}") from None
     return parse_trace(text, name=path.stem, seed=seed, unit_s=unit_s)
 
 

@@ -266,6 +266,17 @@ def test_too_few_nodes_wait_for_others_and_say_how_many_are_missing_M4() -> None
     assert "1 more needed" in simulation.records(events.Failed)[-1].cause
 
 
+def test_without_any_node_the_run_waits_for_some() -> None:
+    simulation, nodes = saving()
+    simulation.pump_steps(3)
+    for node in nodes:
+        node.is_alive = node.has_agent = False
+        simulation.feed(Disconnected(connection=node.connection, reason="gone"))
+    simulation.now_s += 6.0
+    simulation.pump()
+    assert "no node is left" in simulation.records(events.Gathering)[-1].reason
+
+
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken() -> None:
     simulation, nodes = saving()
     simulation.pump_steps(5)

@@ -88,6 +88,9 @@ def test_a_file_that_offers_no_preset_is_refused(tmp_path: Path) -> None:
     file.write_text("def broken():\n    return 3\n")
     with pytest.raises(ConfigError, match=r"no file .*missing\.py"):
         load_preset(f"{tmp_path}/missing.py:run")
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(ConfigError, match=r"mine\.txt is not a Python file; its name must end in \.py"):
+        load_preset(f"{tmp_path}/mine.txt:run")
     with pytest.raises(ConfigError, match="no function 'run'"):
         load_preset(f"{file}:run")
     with pytest.raises(ConfigError, match="returns a int; it must return a RunConfig"):

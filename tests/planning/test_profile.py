@@ -30,15 +30,19 @@ def test_broken_profile_is_refused() -> None:
     layer = profile.layers[1]
     free = dataclasses.replace(layer.costs[0], forward_s=-1.0)
     broken = {
-        "no layer": dataclasses.replace(profile, layers=()),
+        "the profile has no layer": dataclasses.replace(profile, layers=()),
         "layer 0 .* must ascend": dataclasses.replace(profile, layers=(dataclasses.replace(layer, costs=()),)),
-        "layer 0 .* negative": dataclasses.replace(profile, layers=(dataclasses.replace(layer, costs=(free,)),)),
-        "tied group tied": dataclasses.replace(profile, layers=(layer,)),
+        "layer 0 .* has a negative time or size": dataclasses.replace(
+            profile, layers=(dataclasses.replace(layer, costs=(free,)),)
+        ),
+        "tied group tied lists layers": dataclasses.replace(profile, layers=(layer,)),
         "rates above 0": dataclasses.replace(profile, tied_groups=(), link=Rate(bytes_per_s=0.0, latency_s=0.0)),
     }
     for message, value in broken.items():
         with pytest.raises(PlanError, match=message):
             check_profile(value)
+        with pytest.raises(PlanError, match=f"damaged: .*{message}.*; make another with scripts/profile.py"):
+            profile_from_json(profile_to_json(value))
 
 
 def test_sum_over_one_holder_is_free_and_over_many_nears_twice_the_bytes() -> None:

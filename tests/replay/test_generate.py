@@ -50,18 +50,18 @@ def test_what_is_no_recipe_may_be_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "poisson:mtbf",
-        "poisson:rate=3",
-        "poisson:mtbf=0",
-        "bursts:mtbf=9,size=0",
-        "periodic:mtbf=-1",
-        "poisson:mtbf=9,size=2",
+        ("poisson:mtbf", "'mtbf' is not NAME=NUMBER"),
+        ("poisson:rate=3", "rate=3 is none of mtbf=SECONDS, size=NODES, return=SECONDS, least=NODES"),
+        ("poisson:mtbf=0", "mtbf=0 is none of"),
+        ("bursts:mtbf=9,size=0", "size=0 is none of"),
+        ("periodic:mtbf=-1", "mtbf=-1 is none of"),
+        ("poisson:mtbf=9,size=2", "only bursts have a size; give bursts:mtbf=9,size=2"),
     ],
 )
-def test_wrong_recipes_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--trace"):
+def test_wrong_recipes_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--trace {text}: {message}"):
         parse_recipe(text)
 
 

@@ -16,7 +16,14 @@ def test_a_value_goes_into_the_recipe() -> None:
         sweep.in_recipe("trace.csv", 600)
 
 
-@pytest.mark.parametrize("text", ["g=1", "f=", "f=0..x", "f=1.5", "mtbf=-3", "f"])
+@pytest.mark.parametrize("text", ["f=", "f=0..x", "f=1.5", "mtbf=-3", "f"])
 def test_wrong_sweeps_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--sweep"):
+    with pytest.raises(
+        ConfigError, match=f"--sweep {text}: '.*' are no values; give {text.partition('=')[0]}=0..4, or"
+    ):
         parse_sweep(text)
+
+
+def test_what_can_be_swept_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"--sweep g=1: give f=0\.\.4, or mtbf=SECONDS,SECONDS,\.\.\."):
+        parse_sweep("g=1")
