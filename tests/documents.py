@@ -41,11 +41,15 @@ def blocks_of(path: Path) -> Iterator[Block]:
             commands = tuple(command for line in lines if (command := _without_comment(line)))
             yield Block(path=path, number=number, commands=commands, is_for_cluster=block.startswith(ON_A_CLUSTER))
             number += 1
-    for code in re.findall(r"`([^`]+)`", _BLOCK.sub("", text)):
-        command = " ".join(code.split())
+    for command in codes_of(text):
         if _PROGRAM.match(command):
             yield Block(path=path, number=number, commands=(command,), is_inline=True)
             number += 1
+
+
+def codes_of(text: str) -> list[str]:
+    """Return the code in the sentences of a document."""
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", _BLOCK.sub("", text))]
 
 
 def _without_comment(line: str) -> str:

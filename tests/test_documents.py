@@ -1,6 +1,7 @@
 """What the documents say is so: commands have flags that exist, links lead somewhere, messages are the code's own."""
 
 import ast
+import contextlib
 import importlib
 import re
 import shlex
@@ -14,7 +15,7 @@ from oobleck_jax.config import check_config
 from oobleck_jax.data import check_data
 from oobleck_jax.options import CommandLine, parse_command_line
 from oobleck_jax.propose import make_proposer
-from tests.documents import DOCUMENTS, ON_A_CLUSTER, ROOT, blocks_of, script_of
+from tests.documents import DOCUMENTS, ON_A_CLUSTER, ROOT, blocks_of, codes_of, script_of
 
 
 LAUNCH_FILES = sorted((ROOT / "scripts" / "launch").iterdir())
@@ -81,6 +82,30 @@ def test_commands_have_flags_that_exist(path: Path) -> None:
             parse(command)
         except SystemExit as ended:
             pytest.fail(f"{path.name}: {command}: exit code {ended.code}")
+
+
+def test_flags_in_sentences_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"--check": "ruff", "--no-kill": "Slurm"}.keys() | flags_of("train", capsys)
+    for script in (ROOT / "scripts").glob("*.py"):
+        if script.stem not in ("train", "coordinator", "__init__"):
+            known |= flags_of(script.stem, capsys)
+    for path in DOCUMENTS:
+        for code in codes_of(path.read_text(encoding="utf-8")):
+            assert flags_in(code) <= known, f"{path.name}: {code}"
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+
+
+def flags_of(script: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Return the flags that the help of a script has."""
+    with contextlib.suppress(SystemExit):
+        if script == "train":
+            parse_command_line(["--help"], program=script, description="")
+        else:
+            tyro.cli(importlib.import_module(f"scripts.{script}").Arguments, args=["--help"])
+    return flags_in(capsys.readouterr().out)
 
 
 def test_there_are_commands_and_each_names_a_script() -> None:

@@ -233,6 +233,43 @@ def test_it_is_told_once_when_all_nodes_have_the_programs_of_later_plans() -> No
     assert lines == [None, None, "every node has the programs of later plans ready (9 each)", None]
 
 
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (events.Leaving(node=NodeId(1), reason="SIGTERM"), "node 1 leaves after this step (SIGTERM)"),
+        (
+            events.Respawned(node=NodeId(1), incarnation=2, delay_s=4.0, reason="x"),
+            "node 1 gets a new worker in 4 s (number 2)",
+        ),
+        (events.Rejected(name="host", reason="it comes too late"), "host may not take part: it comes too late"),
+        (events.Gathering(reason="no node is left"), "waiting for nodes: no node is left"),
+        (
+            events.Restored(generation=2, step=4, checkpoint="step-3", reason="no holder is left"),
+            "goes on with step 4, from step-3 (no holder is left)",
+        ),
+        (
+            events.Checkpointed(generation=1, step=3, folder="x", num_bytes=2_500_000, seconds={"total": 0.25}),
+            "checkpoint of step 3: 2.5 MB in 0.2 s",
+        ),
+        (
+            events.NotCheckpointed(generation=1, step=3, reason="no space left on device"),
+            "WARNING: no checkpoint of step 3: no space left on device; training goes on",
+        ),
+        (events.Damaged(what="a checkpoint is damaged"), "WARNING: a checkpoint is damaged"),
+        (
+            events.Committed(generation=1, step=3, loss=None, grad_norm=None, step_time_s=1.0),
+            "step 3 skipped: a gradient is not finite",
+        ),
+        (
+            events.Evaluated(generation=1, step=3, loss=None, num_tokens=10),
+            "after step 3: evaluation loss not finite over 10 tokens",
+        ),
+    ],
+)
+def test_what_happens_is_told_in_a_line(record: events.Record, line: str) -> None:
+    assert story().take(record) == line
+
+
 def test_a_run_that_goes_on_is_shown_from_where_it_was() -> None:
     told = story()
     assert told.take(events.Resumed(generation=3, step=40, nodes=(NodeId(0), NodeId(1)))) is not None
