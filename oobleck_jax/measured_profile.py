@@ -117,7 +117,7 @@ class Profiler:
             "devices": [config.devices_per_node, config.tensor_parallel, device_kind(), self.place.num_threads],
             "environment": [os.environ.get(name, "") for name in ("JAX_PLATFORMS", "XLA_FLAGS")],
             "versions": dict(self.versions),
-            "times": "medians",
+            "times": "medians, at the pace of a stage",
         }
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
         name = Path(preset.rpartition(":")[0]).stem if ":" in preset else preset

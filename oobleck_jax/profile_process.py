@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from models.presets import config_from_json
@@ -24,8 +25,12 @@ from oobleck_jax.execution.home import home_of, use_compilation_cache
 from oobleck_jax.execution.profiler import measure_profile
 from oobleck_jax.execution.rates import measure_rates
 from oobleck_jax.launch import available_cores
+from oobleck_jax.planning.plan import MAX_SPAN_LAYERS
 from oobleck_jax.planning.profile import Profile, Rate, profile_to_json
 from oobleck_jax.program_origin import store_of
+
+
+_ANY = Rate(bytes_per_s=1.0, latency_s=0.0)
 
 
 def main() -> None:
@@ -43,17 +48,25 @@ def main() -> None:
     store = store_of(preset, config, arguments.compilation_cache, run_id=RunId(secrets.token_hex(8)))
     home = home_of(config, config.model.build(), store)
 
-    def measure(link: Rate, sum_rate: Rate, progress: Callable[[str, int, int], None]) -> Profile:
-        return measure_profile(config, home=home, link=link, sum_rate=sum_rate, progress=progress)
+    def measure(progress: Callable[[str, int, int], None]) -> Profile:
+        return measure_profile(config, home=home, link=_ANY, sum_rate=_ANY, progress=progress)
 
     if arguments.output is None:
-        anything = Rate(bytes_per_s=1.0, latency_s=0.0)
         while True:
-            measure(anything, anything, lambda what, done, total: None)
-    link, sum_rate = measure_rates(peer_core=arguments.peer_core)
+            measure(lambda what, done, total: None)
     with _neighbour(arguments.peer_core, arguments.compilation_cache, text):
-        profile = measure(link, sum_rate, _tell)
-    arguments.output.write_bytes(profile_to_json(profile) + b"\n")
+        profile = measure(_tell)
+    link, sum_rate = measure_rates(program_s=_program_s(profile), peer_core=arguments.peer_core)
+    arguments.output.write_bytes(profile_to_json(replace(profile, link=link, sum=sum_rate)) + b"\n")
+
+
+def _program_s(profile: Profile) -> float:
+    """Return what a forward or backward program usually takes, of the kind of layer that takes most of a step."""
+    times_s: dict[str, list[float]] = {}
+    for layer in profile.layers:
+        times_s.setdefault(layer.kind, []).append(layer.costs[0].forward_s + layer.costs[0].backward_s)
+    longest = max(times_s.values(), key=sum)
+    return sum(longest[:MAX_SPAN_LAYERS]) / 2
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ stage; estimating lowers the same mathematics with shapes only, so that a model 
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, functions_of, input_specs, num_elements
 from oobleck_jax.execution.layout import groups_of, own_group
+from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.state import GroupState, StateBuilder
@@ -154,12 +156,14 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
     """Time a span's programs; return the cost of one of its layers.
 
     Time is that of a microbatch through several such spans, each with numbers of its own, as in a stage: a single one
-    would find its parameters in the caches of the processor, where they never are in a run.
+    would find its parameters in the caches of the processor, where they never are in a run. The programs are started
+    at the pace of a stage, which takes some time of a core, too.
 
     Args:
         num_spans: that the model has.
     """
-    num_layers = span.key.num_layers
+    num_layers, pace = span.key.num_layers, Pace()
+    pace.begin(threading.Event())
     if span.key.is_last:
         params, x, acc, randomness, layer = _random_arguments(span)
         targets = _filled(span.devices.batch_spec(span.key.targets_shape, jnp.int32))
@@ -167,7 +171,9 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
 
         def loss() -> Any:
             nonlocal acc
-            value, acc, dx = span.loss_and_gradients(params, x, targets, scale, acc, randomness, layer)
+            arguments = (params, x, targets, scale, acc, randomness, layer)
+            value, acc, dx = pace.run("loss", span.loss_and_gradients, *arguments)
+            pace.finish()
             return value, acc, dx
 
         forward_s, backward_s = 0.0, _median_s(loss, repetitions)
@@ -186,13 +192,16 @@ def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: 
             nonlocal y
             kept.clear()
             for params, x, _, randomness, layer in arguments:
-                y, residuals = span.forward(params, x, randomness, layer)
+                y, residuals = pace.run("forward", span.forward, params, x, randomness, layer)
                 kept.append(span.kept(x, residuals))
+            pace.finish()
             return y, kept
 
         def backward() -> Any:
             for number in reversed(range(num_spans)):
-                accs[number] = span.backward(arguments[number][0], kept[number], y, accs[number])[0]
+                parts = (arguments[number][0], kept[number], y, accs[number])
+                accs[number] = pace.run("backward", span.backward, *parts)[0]
+            pace.finish()
             return accs
 
         forward_s = _median_s(forward, repetitions) / num_spans
