@@ -14,9 +14,16 @@ OobleckError
   StateDamaged                a layer state arrived with other bits than it was sent with (internal)
   CheckpointDamaged           a part of a checkpoint is missing or has other bits than were saved
   CheckpointUnwritable        a checkpoint, or a part of it, could not be written
+  ObjectStoreError (OSError)  an object store does not answer, or refuses
 """
 
+import errno
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from oobleck_jax.checkpoint.object_store import ObjectPath
 
 
 class OobleckError(Exception):
@@ -126,7 +133,7 @@ class CheckpointDamaged(OobleckError):
         file: the damaged file, where known.
     """
 
-    def __init__(self, what: str, *, step: int | None, group: str | None, file: Path | None) -> None:
+    def __init__(self, what: str, *, step: int | None, group: str | None, file: "Path | ObjectPath | None") -> None:
         place = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         super().__init__(f"{place} is damaged: {file or group or 'it'} {what}")
         self.step = step
@@ -141,6 +148,24 @@ class CheckpointUnwritable(OobleckError):
         path: what could not be written.
     """
 
-    def __init__(self, path: Path, cause: str) -> None:
-        super().__init__(f"{path} cannot be written: {cause}; free space, or choose another folder")
+    def __init__(self, path: "Path | ObjectPath", cause: str) -> None:
+        way_out = (
+            "free space, or choose another folder" if isinstance(path, Path) else "see that all nodes may write there"
+        )
+        super().__init__(f"{path} cannot be written: {cause}; {way_out}")
         self.path = path
+
+
+class ObjectStoreError(OobleckError, OSError):
+    """An object store does not answer, or refuses; not raised for objects that are not there.
+
+    Attributes:
+        path: what was asked for.
+    """
+
+    def __init__(self, path: "ObjectPath", cause: str) -> None:
+        super().__init__(errno.EIO, cause, str(path))
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.strerror}"

@@ -64,7 +64,7 @@ FORBIDDEN = {
     "oobleck_jax/elastic/generation.py": ("time", "random", "socket", "asyncio", "aiohttp", "threading", "logging"),
     **{
         f"oobleck_jax/checkpoint/{name}.py": ("jax", "flax", "orbax", "numpy", "oobleck_jax.execution")
-        for name in ("compatibility", "election", "files", "manifest", "store")
+        for name in ("compatibility", "election", "files", "manifest", "object_store", "scratch", "store")
     },
     "oobleck_jax/replay": ("jax", "jaxlib", "flax", "optax", "orbax", "time", "socket", "asyncio", "subprocess"),
     "oobleck_jax/elastic/child.py": ("oobleck_jax", "msgspec", "aiohttp"),
