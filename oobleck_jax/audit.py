@@ -15,7 +15,7 @@ import numpy as np
 
 from models.presets import config_from_json
 from oobleck_jax import events
-from oobleck_jax.checkpoint.store import FOLDER, CheckpointStore
+from oobleck_jax.checkpoint.store import CheckpointStore, checkpoints_of
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import BUILTIN, TokenDataset, shuffled
 from oobleck_jax.errors import ConfigError, DataError
@@ -216,7 +216,7 @@ def _check_samples(ledger: _Ledger, config: RunConfig, num_per_pass: int) -> Non
 
 def _num_train_samples(run_dir: Path, config: RunConfig) -> int:
     """Return how many samples a pass has: what checkpoints say, or else the data."""
-    saved = {item.manifest.num_train_samples for item in CheckpointStore(run_dir / FOLDER).find().checkpoints}
+    saved = {item.manifest.num_train_samples for item in CheckpointStore(checkpoints_of(run_dir)).find().checkpoints}
     if len(saved) > 1:
         raise Violation(f"checkpoints disagree on the number of training samples: {sorted(saved)}")
     if saved:

@@ -33,8 +33,8 @@ class RunOptions:
         None  # memory of a device, to plan with (default: shares of this machine's memory)
     )
     checkpoint_every: str | None = None  # steps (20) or minutes (5m) between checkpoints; 0: none (default: at the end)
-    checkpoint_dir: Path | None = (
-        None  # where they are: all nodes must see it (default: checkpoints/ in the run's folder)
+    checkpoint_dir: str | None = (
+        None  # where they are: all nodes must see it; may be gs://, s3:// (default: checkpoints/ in the run's folder)
     )
     keep: int = 3  # checkpoints to keep
     max_nodes: int | None = None  # the most nodes there can be, with those that join later (default: --nodes)

@@ -1,5 +1,7 @@
 """The checkpoints of a run as its coordinator sees them: when they are due, where they lie, what manifests say."""
 
+import logging
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -8,14 +10,19 @@ from typing import Any
 import msgspec
 
 from oobleck_jax.checkpoint.compatibility import check_compatible
+from oobleck_jax.checkpoint.files import Location, write_durably
 from oobleck_jax.checkpoint.manifest import GroupRecord, Manifest
-from oobleck_jax.checkpoint.store import FOLDER, Checkpoint, CheckpointStore
+from oobleck_jax.checkpoint.object_store import ObjectPath, object_path
+from oobleck_jax.checkpoint.store import FOLDER, Checkpoint, CheckpointStore, checkpoints_of
 from oobleck_jax.config import RunConfig
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.elastic.effects import CheckpointCommitted, CheckpointFailed, CheckpointFound
 from oobleck_jax.elastic.messages import RestorePoint
 from oobleck_jax.elastic.terms import Checkpoints
 from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable, ConfigError
+
+
+logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
@@ -62,12 +69,19 @@ class RunCheckpoints:
             self.store.commit(manifest)
         except (CheckpointDamaged, CheckpointUnwritable, OSError) as error:
             return CheckpointFailed(generation=generation, step=step, reason=str(error))
-        removed = self.store.clean_up(keep=self._keep)
+        removed = self._clean_up(saving=None)
         return CheckpointCommitted(generation=generation, step=step, num_bytes=manifest.num_bytes, removed=removed)
 
     def clean(self, step: int, generation: int) -> None:
         """Remove what was left half written, but for one checkpoint."""
-        self.store.clean_up(keep=self._keep, saving=self.store.folder(step=step, generation=generation))
+        self._clean_up(saving=self.store.folder(step=step, generation=generation))
+
+    def _clean_up(self, saving: Location | None) -> tuple[str, ...]:
+        try:
+            return self.store.clean_up(keep=self._keep, saving=saving)
+        except OSError as error:
+            logger.warning("%s cannot be cleaned up: %s", self.store.root, error.strerror)
+            return ()
 
     def find(self, excluded: Collection[str], end_step: int | None) -> CheckpointFound:
         """Return the newest intact checkpoint; see `FindCheckpoint`."""
@@ -84,9 +98,15 @@ class RunCheckpoints:
         """Return the newest checkpoint that seems intact, if this run can go on with it.
 
         Raises:
-            ConfigError: it cannot; names every difference.
+            ConfigError: it cannot; names every difference. Or nobody can tell.
         """
-        checkpoint, _ = self.store.newest()
+        try:
+            checkpoint, _ = self.store.newest()
+        except OSError as error:  # a run that began anew would get in the way of the checkpoints that may be there
+            raise ConfigError(
+                f"{self.store.root} cannot be read: {error.strerror}; so nobody knows whether there is a checkpoint to "
+                "go on from"
+            ) from error
         if checkpoint is not None:
             check_compatible(
                 checkpoint.manifest,
@@ -122,37 +142,47 @@ def checkpoint_terms(every: str | None, store: CheckpointStore) -> Checkpoints:
     return Checkpoints(folder=folder, every_steps=steps or None, at_end=bool(steps))
 
 
-def checkpoint_folder(given: Path | None, run_dir: Path) -> Path:
-    """Return the absolute folder of a run's checkpoints.
+def checkpoint_folder(given: str | None, run_dir: Path) -> Location:
+    """Return the folder of a run's checkpoints, if it is in a file system its absolute path.
 
     Args:
         given: by the user.
-        run_dir: has them otherwise.
+        run_dir: has them otherwise, or says where they are.
 
     Raises:
-        ConfigError: it is the address of an object store.
+        ConfigError: it is an address that cannot be used.
     """
-    if given is not None and re.match(r"[a-z][a-z0-9+.-]+:/", str(given)):
-        raise ConfigError(
-            f"--checkpoint-dir {given} is in an object store; checkpoints are forced to disk, so they need a file "
-            "system: mount the store where all nodes see it (gcsfuse, mountpoint-s3), and give that folder"
-        )
-    return (given or run_dir / FOLDER).resolve()
+    if given is None:
+        return _absolute(checkpoints_of(run_dir))
+    try:
+        address = object_path(given)
+    except ConfigError as error:
+        raise ConfigError(f"--checkpoint-dir {error}") from error
+    return _absolute(Path(given)) if address is None else address
 
 
 def link_checkpoints(run_dir: Path, store: CheckpointStore) -> None:
     """Make checkpoints that lie elsewhere reachable from the run directory, where all programs look for them.
 
+    In a file system that is a link. The address of an object store is written into a file of the same name.
+
     Raises:
         ConfigError: the run has them in another folder.
     """
-    link = run_dir / FOLDER
-    if link.resolve() == store.root.resolve():
+    link, linked = run_dir / FOLDER, _absolute(checkpoints_of(run_dir))
+    root = _absolute(store.root)
+    if linked == root:
         return
-    try:
-        link.symlink_to(store.root.resolve())
-    except FileExistsError:
+    if os.path.lexists(link):
         raise ConfigError(
-            f"--checkpoint-dir {store.root}: {run_dir} has its checkpoints in {link.resolve()}; leave it out, or "
-            "choose another --run-dir"
-        ) from None
+            f"--checkpoint-dir {store.root}: {run_dir} has its checkpoints in {linked}; leave it out, or choose "
+            "another --run-dir"
+        )
+    if isinstance(root, ObjectPath):
+        write_durably(link, f"{root}\n".encode())
+    else:
+        link.symlink_to(root)
+
+
+def _absolute(place: Location) -> Location:
+    return place.resolve() if isinstance(place, Path) else place

@@ -9,7 +9,7 @@ import msgspec
 
 from models.presets import config_from_json
 from oobleck_jax.checkpoint.reader import read_params
-from oobleck_jax.checkpoint.store import FOLDER, Checkpoint, CheckpointStore
+from oobleck_jax.checkpoint.store import Checkpoint, CheckpointStore, checkpoints_of
 from oobleck_jax.config import RunConfig
 from oobleck_jax.errors import CheckpointDamaged, ConfigError
 from oobleck_jax.execution.precision import widened
@@ -37,8 +37,9 @@ def load_model(run_dir: Path, *, step: int | None, on_damage: Callable[[Checkpoi
 
     Raises:
         ConfigError: there is none.
+        OSError: they cannot be read.
     """
-    root = run_dir / FOLDER
+    root = checkpoints_of(run_dir)
     found = CheckpointStore(root).find()
     for damaged in found.damaged:
         on_damage(damaged)

@@ -5,6 +5,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from oobleck_jax.checkpoint.election import elect_writers
+from oobleck_jax.checkpoint.files import location_of
 from oobleck_jax.checkpoint.reader import read_state
 from oobleck_jax.checkpoint.store import read_checkpoint
 from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written
@@ -54,7 +55,7 @@ class StateSaver:
         # Every node comes to the same result by itself.
         writers = elect_writers(self._trainer.groups, {node: plan.layers_of(node) for node in plan.nodes})
         states = self._trainer.held_states(group for group, node in writers.items() if node == self._node)
-        if not self._writer.begin(Path(wanted.folder), states, tell):
+        if not self._writer.begin(location_of(wanted.folder), states, tell):
             fail("it still writes its parts of two others")
         return None
 
@@ -64,12 +65,11 @@ def reader_of(point: RestorePoint | None) -> ReadState | None:
     if point is None:
         return None
 
-    checkpoint = cache(partial(read_checkpoint, Path(point.folder)))  # not before the first group; once for all
+    checkpoint = cache(partial(read_checkpoint, location_of(point.folder)))  # not before the first group; once for all
 
     def read(group: str, shapes: GroupState) -> GroupState:
-        saved = checkpoint()
         try:
-            return read_state(saved, group, shapes)
+            return read_state(checkpoint(), group, shapes)
         except (ConfigError, OSError) as error:
             raise CheckpointDamaged(f"cannot be used: {error}", step=point.step, group=group, file=None) from error
 

@@ -4,6 +4,7 @@ Workers are invented (tests/elastic/fake_worker.py), so nothing here compiles.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -60,7 +61,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--wait-minutes", "-1"], "--wait-minutes is -1.0; it must not be negative"),
         (["--keep", "0"], "--keep is 0; it must be at least 1"),
         (["--checkpoint-every", "5x"], "--checkpoint-every 5x: give steps, such as 20, or minutes, such as 5m"),
-        (["--checkpoint-dir", "gs://bucket/run"], "--checkpoint-dir gs:/bucket/run is in an object store"),
+        (["--checkpoint-dir", "gs:/bucket/run"], "--checkpoint-dir gs:/bucket/run is no address"),
+        (["--checkpoint-dir", "s4://bucket/run"], "--checkpoint-dir s4://bucket/run cannot be used: Protocol"),
+        (["--checkpoint-dir", "file:///run"], "--checkpoint-dir file:///run is in a file system: give the path alone"),
+        (["--checkpoint-dir", "gs://bucket/run-*"], "--checkpoint-dir gs://bucket/run-* has one of *?[]"),
         (["--init-from", "absent"], "absent/config.json cannot be read"),
         (["--join", "."], "--join .: there is no run in this directory"),
         (["--patience", "0"], "--patience is 0.0; it must be positive"),
@@ -90,6 +94,21 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert words in refused(arguments, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("s3", "s3fs"), ("az", "adlfs")])
+def test_an_object_store_without_its_package_is_refused_before_anything_starts(
+    scheme: str, package: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    # What other tests have loaded does not count.
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
+    message = refused(["--checkpoint-dir", f"{scheme}://bucket/run"], capsys)
+    assert f"--checkpoint-dir {scheme}://bucket/run cannot be used: " in message
+    assert f"nstall {package} to access" in message
+    assert package in message.partition("(")[2]
     assert list(tmp_path.iterdir()) == []
 
 

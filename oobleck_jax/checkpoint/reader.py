@@ -1,5 +1,6 @@
 """How the state of a group comes back from disk, checked: a reader never gets other bits than were saved."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +19,14 @@ def read_group(checkpoint: Checkpoint, group: str) -> NamedArrays:
     Raises:
         CheckpointDamaged: they are not what was saved; names the file where it can.
     """
-    damaged = checkpoint.damage(group)
-    if damaged is not None:
-        raise damaged
+    with checkpoint.intact_files(group) as files:
+        try:
+            stored = named_arrays(_restore(files))
+        # The files are as they were written, so this is rare; but what Orbax makes of them is beyond us.
+        except Exception as error:
+            what = f"cannot be restored by Orbax: {type(error).__name__}: {error}"
+            raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None) from error
     record = checkpoint.manifest.groups[group]
-    try:
-        stored = named_arrays(_restore(checkpoint, group))
-    # The files are as they were written, so this is rare; but what Orbax makes of them is beyond us.
-    except Exception as error:
-        what = f"cannot be restored by Orbax: {type(error).__name__}: {error}"
-        raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None) from error
     if stored.keys() != record.arrays.keys():
         what = f"has the arrays {sorted(stored)}, not {sorted(record.arrays)}"
         raise CheckpointDamaged(what, step=checkpoint.step, group=group, file=None)
@@ -73,11 +72,11 @@ def read_params(checkpoint: Checkpoint, group: str) -> Any:
     return nested({name: array for name, array in arrays.items() if name.split("/")[0] == "params"}).get("params", {})
 
 
-def _restore(checkpoint: Checkpoint, group: str) -> Any:
+def _restore(folder: Path) -> Any:
     import orbax.checkpoint as ocp  # late: it costs 0.3 s and 25 MB, and most runs never restore
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore((checkpoint.folder / group).absolute())
+        return checkpointer.restore(folder.absolute())
 
 
 def _differs(arrays: NamedArrays, record: GroupRecord) -> bool:

@@ -6,19 +6,28 @@
 
 A folder without a manifest is no checkpoint, so there is nothing to undo when somebody dies while saving. The
 generation is part of the name, so that a writer that everybody has given up on can never touch what others save of the
-same step later. A manifest needs no atomic rename of folders, which not every file system has.
+same step later. A manifest needs no atomic rename of folders, which not every file system has, and no object store.
 """
 
 import logging
 import re
-import shutil
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck_jax.checkpoint.files import damage, sync_folder, write_durably
+from oobleck_jax.checkpoint.files import (
+    Location,
+    damage,
+    local_files,
+    location_of,
+    remove_folder,
+    sync_folder,
+    write_durably,
+)
 from oobleck_jax.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
-from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable
+from oobleck_jax.checkpoint.object_store import ObjectPath, object_path
+from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable, ObjectStoreError
 
 
 FOLDER = "checkpoints"  # in a run directory
@@ -32,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint that counts."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
 
     @property
@@ -40,21 +49,45 @@ class Checkpoint:
         """The last one that it contains."""
         return self.manifest.step
 
-    def damage(self, group: str, *, whole: bool = True) -> CheckpointDamaged | None:
-        """Return what is wrong with the files of a group; None: nothing.
+    @contextmanager
+    def intact_files(self, group: str) -> Iterator[Path]:
+        """Give a folder of this machine with the files of a group, as they were saved.
 
-        Args:
-            whole: read the files; if not, only their sizes are checked.
+        Raises:
+            CheckpointDamaged: they are not, or cannot be read; names the first that is not.
         """
-        step, record = self.step, self.manifest.groups.get(group)
+        record, folder = self.manifest.groups.get(group), self.folder / group
         if record is None:
-            return CheckpointDamaged("has no record in its manifest", step=step, group=group, file=None)
-        found = damage(self.folder / group, record.files, whole=whole)
-        return None if found is None else CheckpointDamaged(found[1], step=step, group=group, file=found[0])
+            raise CheckpointDamaged("has no record in its manifest", step=self.step, group=group, file=None)
 
-    def first_damage(self, *, whole: bool = False) -> CheckpointDamaged | None:
-        """Return what is wrong with the first damaged group."""
-        return next(filter(None, (self.damage(group, whole=whole) for group in self.manifest.groups)), None)
+        def check(found: tuple[str, str] | None) -> None:
+            if found is not None:
+                raise CheckpointDamaged(found[1], step=self.step, group=group, file=folder / found[0])
+
+        try:
+            if isinstance(folder, ObjectPath):  # else they are read at once
+                check(damage(folder, record.files, whole=False))
+            with local_files(folder, record.files) as files:
+                check(damage(files, record.files, whole=True))
+                yield files
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            file = None if error.filename is None else location_of(str(error.filename))
+            raise CheckpointDamaged(what, step=self.step, group=group, file=file) from error
+
+    def first_damage(self) -> CheckpointDamaged | None:
+        """Return what is wrong with the first file that is missing or has another size than was saved.
+
+        Raises:
+            ObjectStoreError: the store cannot be asked.
+        """
+        groups = self.manifest.groups
+        owners = {f"{group}/{name}": group for group, record in groups.items() for name in record.files}
+        records = {f"{group}/{name}": file for group, record in groups.items() for name, file in record.files.items()}
+        found = damage(self.folder, records, whole=False)
+        if found is None:
+            return None
+        return CheckpointDamaged(found[1], step=self.step, group=owners[found[0]], file=self.folder / found[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +106,10 @@ class Found:
 class CheckpointStore:
     """The checkpoints in one folder, which need not exist before the first is saved."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Location) -> None:
         self.root = root
 
-    def folder(self, *, step: int, generation: int) -> Path:
+    def folder(self, *, step: int, generation: int) -> Location:
         """Return where the groups of a checkpoint belong, each in a folder of its name."""
         return self.root / f"step-{step:06d}-generation-{generation}"
 
@@ -90,6 +123,7 @@ class CheckpointStore:
         Raises:
             CheckpointDamaged: the files are not here, or not as their writers reported them.
             CheckpointUnwritable: the disk is full, or read-only.
+            ObjectStoreError: the store cannot be asked what is there.
         """
         folder = self.folder(step=manifest.step, generation=manifest.generation)
         checkpoint = Checkpoint(folder=folder, manifest=manifest)
@@ -140,7 +174,7 @@ class CheckpointStore:
             damaged.append(error)
         return None, tuple(damaged)
 
-    def clean_up(self, *, keep: int, saving: Path | None = None) -> tuple[str, ...]:
+    def clean_up(self, *, keep: int, saving: Location | None = None) -> tuple[str, ...]:
         """Remove what is older than the newest `keep` checkpoints, and what was left half written.
 
         Checkpoints with damaged files do not count, lest the last intact one goes; those with a damaged manifest are
@@ -153,7 +187,7 @@ class CheckpointStore:
             names of the folders that were removed.
         """
         assert keep >= 1
-        removed: list[Path] = []
+        removed: list[Location] = []
         num_intact = 0
         for entry in self._entries():
             if isinstance(entry, Checkpoint):
@@ -179,36 +213,50 @@ class CheckpointStore:
                 except CheckpointDamaged as error:
                     yield error
 
-    def _folders(self) -> list[tuple[int, int, Path]]:
+    def _folders(self) -> list[tuple[int, int, Location]]:
         """Return (generation, step, folder) of all that look like checkpoints, complete or not."""
         try:
-            entries = list(self.root.iterdir())
+            entries: list[Location] = list(self.root.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
         matches = [(_NAME.fullmatch(path.name), path) for path in entries]
         return [(int(match[2]), int(match[1]), path) for match, path in matches if match and path.is_dir()]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def checkpoints_of(run_dir: Path) -> Location:
+    """Return the folder of a run's checkpoints: in its directory, unless that only says in which object store it is.
+
+    Raises:
+        ConfigError: the address that it has cannot be used.
+    """
+    path = run_dir / FOLDER
+    address = object_path(path.read_text(encoding="utf-8", errors="replace").strip()) if path.is_file() else None
+    return path if address is None else address
+
+
+def read_checkpoint(folder: Location) -> Checkpoint:
     """Return the checkpoint in a folder; nothing but its manifest is read.
 
     Raises:
         CheckpointDamaged: the manifest is missing, or damaged.
+        ObjectStoreError: the store cannot be asked; the checkpoint may be intact.
     """
     path = folder / MANIFEST
     try:
         return Checkpoint(folder=folder, manifest=decode_manifest(path.read_bytes()))
+    except ObjectStoreError:
+        raise
     except (OSError, ValueError) as error:
         match = _NAME.fullmatch(folder.name)
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise CheckpointDamaged(what, step=int(match[1]) if match else None, group=None, file=path) from error
 
 
-def _remove(folder: Path) -> bool:
+def _remove(folder: Location) -> bool:
     try:
         # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
         (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        remove_folder(folder)
     except OSError as error:
         logger.warning("%s cannot be removed: %s", folder, error.strerror)
         return False

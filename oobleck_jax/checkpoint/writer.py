@@ -10,6 +10,7 @@ Compression is off: for one block of gpt-laptop it cost 0.12 s of CPU time inste
 
 import logging
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from oobleck_jax.checkpoint.files import seal, sync_folder
-from oobleck_jax.checkpoint.manifest import GroupRecord
+from oobleck_jax.checkpoint.files import Location, seal, sync_folder
+from oobleck_jax.checkpoint.manifest import FileRecord, GroupRecord
 from oobleck_jax.checkpoint.named_arrays import NamedArrays, named_arrays, nested, records_of
-from oobleck_jax.errors import CheckpointUnwritable
+from oobleck_jax.checkpoint.object_store import ObjectPath
+from oobleck_jax.checkpoint.scratch import scratch_folder
+from oobleck_jax.errors import CheckpointUnwritable, ObjectStoreError
 from oobleck_jax.execution.state_transfer import checksum_of
 
 
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Written:
     """Groups that are on disk, to stay there whatever dies."""
 
-    folder: Path
+    folder: Location
     groups: dict[str, GroupRecord]
     seconds: dict[str, float]  # copy: the caller waited for it; write
 
@@ -55,7 +58,7 @@ class CheckpointWriter:
     def is_busy(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def begin(self, folder: Path, states: Mapping[str, Any], on_end: Callable[[Outcome], None]) -> bool:
+    def begin(self, folder: Location, states: Mapping[str, Any], on_end: Callable[[Outcome], None]) -> bool:
         """Copy states, and begin to write the copies.
 
         Args:
@@ -89,29 +92,21 @@ class CheckpointWriter:
         return not self.is_busy
 
 
-def write_group(folder: Path, group: str, arrays: NamedArrays) -> GroupRecord:
-    """Write one group into a checkpoint's folder, and force it to disk.
+def write_group(folder: Location, group: str, arrays: NamedArrays) -> GroupRecord:
+    """Write one group into a checkpoint's folder, to stay there.
 
     Raises:
-        CheckpointUnwritable: the disk is full, read-only, or otherwise unfit.
+        CheckpointUnwritable: the disk is full, read-only, or otherwise unfit; or the object store does not take it.
     """
-    path = folder / group
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        import orbax.checkpoint as ocp  # late, see above
-
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
-            checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(nested(arrays)), force=True)
-        files = seal(path)
-        sync_folder(folder)
-        sync_folder(folder.parent)
+        if isinstance(folder, ObjectPath):
+            files = _upload(folder, group, arrays)
+        else:
+            files = _write_files(folder, group, arrays)
     # Orbax has no error of its own for a disk that refuses: it depends on where that happens.
     except Exception as error:
-        # Space that nobody else can use is worth more than a part of a group.
-        for part in folder.glob(f"{group}*"):
-            shutil.rmtree(part, ignore_errors=True)
-        logger.debug("%s cannot be written", path, exc_info=True)
-        raise CheckpointUnwritable(path, _cause(error)) from error
+        logger.debug("%s cannot be written", folder / group, exc_info=True)
+        raise CheckpointUnwritable(folder / group, _cause(error)) from error
     leaves = list(arrays.values())
     return GroupRecord(
         checksum=checksum_of(leaves),
@@ -121,9 +116,45 @@ def write_group(folder: Path, group: str, arrays: NamedArrays) -> GroupRecord:
     )
 
 
+def _write_files(folder: Path, group: str, arrays: NamedArrays) -> dict[str, FileRecord]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(folder / group, arrays)
+        files = seal(folder / group)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except Exception:
+        # Space that nobody else can use is worth more than a part of a group.
+        for part in folder.glob(f"{group}*"):
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    return files
+
+
+def _upload(folder: ObjectPath, group: str, arrays: NamedArrays) -> dict[str, FileRecord]:
+    try:
+        with scratch_folder() as scratch:
+            _save(scratch / group, arrays)
+            files = seal(scratch / group, sync=False)
+            sizes = {name: record.num_bytes for name, record in files.items()}
+            (folder / group).upload(scratch / group, sizes)
+    except ObjectStoreError:
+        raise
+    except Exception as error:
+        raise OSError(None, f"{_cause(error)} (in {tempfile.gettempdir()}, where it is made)") from error
+    return files
+
+
+def _save(path: Path, arrays: NamedArrays) -> None:
+    import orbax.checkpoint as ocp  # late, see above
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(nested(arrays)), force=True)
+
+
 def _write(
     before: Sequence[threading.Thread],
-    folder: Path,
+    folder: Location,
     copies: dict[str, NamedArrays],
     copy_s: float,
     on_end: Callable[[Outcome], None],

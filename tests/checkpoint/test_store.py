@@ -146,7 +146,7 @@ def test_a_full_disk_at_commit_leaves_no_checkpoint(store: CheckpointStore, monk
 
 
 def test_the_coordinators_part_imports_neither_jax_nor_orbax() -> None:
-    modules = ("store", "manifest", "files", "election", "compatibility")
+    modules = ("store", "manifest", "files", "object_store", "scratch", "election", "compatibility")
     code = "import sys, " + ", ".join(f"oobleck_jax.checkpoint.{name}" for name in modules) + "; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert {"jax", "jaxlib", "orbax", "flax"}.isdisjoint(loaded.split())

@@ -82,8 +82,8 @@ def test_other_numbers_than_were_saved_are_refused(saved: Checkpoint, monkeypatc
 
     restore = reader._restore  # pyright: ignore[reportPrivateUsage]
 
-    def wrong(checkpoint: Checkpoint, group: str) -> object:
-        return jax.tree.map(lambda leaf: leaf + np.ones_like(leaf) * (leaf.ndim == 2), restore(checkpoint, group))
+    def wrong(folder: Path) -> object:
+        return jax.tree.map(lambda leaf: leaf + np.ones_like(leaf) * (leaf.ndim == 2), restore(folder))
 
     monkeypatch.setattr(reader, "_restore", wrong)
     with pytest.raises(CheckpointDamaged, match="other numbers"):
