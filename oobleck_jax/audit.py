@@ -5,6 +5,7 @@ back to count no more. Steps name positions in the endless sequence of passes, a
 into samples (data.py): the samples of each pass are computed and counted here, not assumed.
 """
 
+import logging
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from oobleck_jax.errors import ConfigError, DataError
 
 
 _CHUNK_SAMPLES = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
 class Violation(Exception):
@@ -216,7 +219,12 @@ def _check_samples(ledger: _Ledger, config: RunConfig, num_per_pass: int) -> Non
 
 def _num_train_samples(run_dir: Path, config: RunConfig) -> int:
     """Return how many samples a pass has: what checkpoints say, or else the data."""
-    saved = {item.manifest.num_train_samples for item in CheckpointStore(checkpoints_of(run_dir)).find().checkpoints}
+    saved: set[int] = set()
+    try:
+        found = CheckpointStore(checkpoints_of(run_dir)).find()
+        saved = {item.manifest.num_train_samples for item in found.checkpoints}
+    except (ConfigError, OSError) as error:  # such as an object store, from here
+        logger.warning("the checkpoints cannot be read, so the data tells how many samples a pass has: %s", error)
     if len(saved) > 1:
         raise Violation(f"checkpoints disagree on the number of training samples: {sorted(saved)}")
     if saved:

@@ -13,6 +13,7 @@ OobleckError
   Stalled                     a wait went on longer than its limit (internal)
   StateDamaged                a layer state arrived with other bits than it was sent with (internal)
   CheckpointDamaged           a part of a checkpoint is missing or has other bits than were saved
+  CheckpointUnreadable        a part of a checkpoint, which may be intact, could not be read
   CheckpointUnwritable        a checkpoint, or a part of it, could not be written
   ObjectStoreError (OSError)  an object store does not answer, or refuses
 """
@@ -141,6 +142,20 @@ class CheckpointDamaged(OobleckError):
         self.file = file
 
 
+class CheckpointUnreadable(OobleckError):
+    """A part of a checkpoint could not be read here and now; it may be intact.
+
+    Attributes:
+        step: last step that the checkpoint contains.
+        group: whose state could not be read.
+    """
+
+    def __init__(self, cause: str, *, step: int, group: str) -> None:
+        super().__init__(f"the checkpoint of step {step} cannot be read here, which may be intact: {group}: {cause}")
+        self.step = step
+        self.group = group
+
+
 class CheckpointUnwritable(OobleckError):
     """A checkpoint, or a part of it, could not be written; training does not depend on it.
 
@@ -169,3 +184,13 @@ class ObjectStoreError(OobleckError, OSError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.strerror}"
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line what an error of other people's code says."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).strip()
+    if "No space left on device" in text or "RESOURCE_EXHAUSTED" in text:  # Orbax
+        return "No space left on device"
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -77,7 +77,7 @@ def read_report(run_dir: Path) -> Report:
     state.take_all(told)
     try:
         proof: Audit | str = audit(run_dir)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, OSError) as error:
         proof = str(error)
     return Report(
         run=state.snapshot(told[-1][0] if told else time.time()),

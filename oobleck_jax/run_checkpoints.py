@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from oobleck_jax.elastic.terms import Checkpoints
 from oobleck_jax.errors import CheckpointDamaged, CheckpointUnwritable, ConfigError
 
 
+_AGAIN_S = 1.0  # before a store that could not be read is asked again
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +32,14 @@ class RunCheckpoints:
     """Commits, finds and removes the checkpoints of a run; may block."""
 
     def __init__(
-        self, store: CheckpointStore, *, config: RunConfig, config_json: str, versions: Mapping[str, str], keep: int
+        self,
+        store: CheckpointStore,
+        *,
+        config: RunConfig,
+        config_json: str,
+        versions: Mapping[str, str],
+        keep: int,
+        find_s: float,
     ) -> None:
         """Look at nothing yet.
 
@@ -39,9 +49,10 @@ class RunCheckpoints:
             config_json: the same, as config.json has it.
             versions: of the software.
             keep: so many are left when another one is complete.
+            find_s: so long is waited for what is looked for.
         """
         self.store = store
-        self._config, self._versions, self._keep = config, dict(versions), keep
+        self._config, self._versions, self._keep, self._find_s = config, dict(versions), keep, find_s
         self._config_fields: dict[str, Any] = msgspec.json.decode(config_json)
         self._dataset = TokenDataset.open(config)
 
@@ -84,24 +95,34 @@ class RunCheckpoints:
             return ()
 
     def find(self, excluded: Collection[str], end_step: int | None) -> CheckpointFound:
-        """Return the newest intact checkpoint; see `FindCheckpoint`."""
-        try:
-            checkpoint, damaged = self.store.newest(end_step=end_step, excluded=excluded)
-        except OSError as error:
-            return CheckpointFound(point=None, damaged=(f"{self.store.root} cannot be read: {error.strerror}",))
-        point = None
-        if checkpoint is not None:
-            point = RestorePoint(folder=str(checkpoint.folder), step=checkpoint.step)
-        return CheckpointFound(point=point, damaged=tuple(map(str, damaged)))
+        """Return the newest intact checkpoint; see `FindCheckpoint`.
 
-    def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that seems intact, if this run can go on with it.
+        The run depends on it, so a store that cannot be read is asked again, as long as an answer can be in time.
+        """
+        until_s = time.monotonic() + self._find_s / 2
+        while True:
+            try:
+                checkpoint, damaged = self.store.newest(end_step=end_step, excluded=excluded)
+            except OSError as error:
+                if time.monotonic() + _AGAIN_S > until_s:
+                    unread = f"{self.store.root} cannot be read: {error.strerror}"
+                    return CheckpointFound(point=None, unread=unread)
+                time.sleep(_AGAIN_S)
+                continue
+            point = None
+            if checkpoint is not None:
+                point = RestorePoint(folder=str(checkpoint.folder), step=checkpoint.step)
+            return CheckpointFound(point=point, damaged=tuple(map(str, damaged)))
+
+    def start(self) -> tuple[Checkpoint | None, int]:
+        """Return the newest checkpoint that seems intact, if this run can go on with it, and the last generation.
 
         Raises:
-            ConfigError: it cannot; names every difference. Or nobody can tell.
+            ConfigError: it cannot; names every difference. Or nobody can tell, or there is no such bucket.
         """
         try:
             checkpoint, _ = self.store.newest()
+            last_generation = self.store.last_generation()
         except OSError as error:  # a run that began anew would get in the way of the checkpoints that may be there
             raise ConfigError(
                 f"{self.store.root} cannot be read: {error.strerror}; so nobody knows whether there is a checkpoint to "
@@ -114,7 +135,9 @@ class RunCheckpoints:
                 num_train_samples=self._dataset.num_train_samples,
                 data_fingerprint=self._dataset.fingerprint,
             )
-        return checkpoint
+        elif self.store.is_bucket_missing():
+            raise ConfigError(f"{self.store.root}: there is no such bucket; make it, or give another --checkpoint-dir")
+        return checkpoint, last_generation
 
 
 def checkpoint_terms(every: str | None, store: CheckpointStore) -> Checkpoints:

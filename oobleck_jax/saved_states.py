@@ -11,7 +11,7 @@ from oobleck_jax.checkpoint.store import read_checkpoint
 from oobleck_jax.checkpoint.writer import CheckpointWriter, Outcome, Written
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.messages import Message, NotSaved, RestorePoint, SaveCheckpoint, Saved
-from oobleck_jax.errors import CheckpointDamaged, ConfigError
+from oobleck_jax.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
 from oobleck_jax.execution.layer_functions import Params
 from oobleck_jax.execution.node import NodeTrainer, ReadState
 from oobleck_jax.execution.state import GroupState
@@ -60,8 +60,15 @@ class StateSaver:
         return None
 
 
-def reader_of(point: RestorePoint | None) -> ReadState | None:
-    """Return what reads states from a checkpoint, if there is one; it raises CheckpointDamaged, whatever is wrong."""
+def reader_of(point: RestorePoint | None, tell: Callable[[], None]) -> ReadState | None:
+    """Return what reads states from a checkpoint, if there is one.
+
+    It raises CheckpointDamaged, or CheckpointUnreadable if that may be a matter of this node, or of this hour.
+
+    Args:
+        point: says which one.
+        tell: called every few seconds while files are fetched; may raise to end it.
+    """
     if point is None:
         return None
 
@@ -69,9 +76,11 @@ def reader_of(point: RestorePoint | None) -> ReadState | None:
 
     def read(group: str, shapes: GroupState) -> GroupState:
         try:
-            return read_state(checkpoint(), group, shapes)
-        except (ConfigError, OSError) as error:
+            return read_state(checkpoint(), group, shapes, tell=tell)
+        except ConfigError as error:
             raise CheckpointDamaged(f"cannot be used: {error}", step=point.step, group=group, file=None) from error
+        except OSError as error:
+            raise CheckpointUnreadable(str(error), step=point.step, group=group) from error
 
     return read
 

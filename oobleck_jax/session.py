@@ -287,7 +287,7 @@ class Session:
         if setting.is_restore_due:
             resumption = resumption or Resumption()
             # Folders of checkpoints have the generation in their names.
-            last_generation = max(resumption.generation, setting.checkpoints.store.last_generation())
+            last_generation = max(resumption.generation, setting.last_generation)
             return replace(resumption, generation=last_generation, is_restore_due=True)
         if resumption is None:
             return None

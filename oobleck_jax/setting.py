@@ -41,6 +41,7 @@ class Setting:
         checkpoint_terms: when they are due.
         past: the run that is to go on, if a coordinator before this one has begun it.
         is_restore_due: whether it must go on from a checkpoint, because no worker can have lived on.
+        last_generation: that wrote checkpoints.
     """
 
     preset: str
@@ -65,3 +66,4 @@ class Setting:
     tensorboard: bool = False
     past: PastRun | None = None
     is_restore_due: bool = False
+    last_generation: int = 0

@@ -162,16 +162,27 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
 
     if line.run.summary_json is not None:
         line.run.summary_json.parent.mkdir(parents=True, exist_ok=True)
+    limits = Limits(
+        forgive_s=60.0 * line.run.forgive_minutes,
+        wait_s=60.0 * line.run.wait_minutes,
+        yield_s=_YIELD_S if shares_cores else 0.0,
+    ).scaled(line.run.patience)
     with RunDir(run_path) as run_dir:
         config_json, versions = config_to_json(line.run.preset, config), software_versions()
         past = read_past(run_dir.path, config_json=config_json, versions=versions)
-        link_checkpoints(run_dir.path, store)
         checkpoints = RunCheckpoints(
-            store, config=config, config_json=config_json, versions=versions, keep=line.run.keep
+            store,
+            config=config,
+            config_json=config_json,
+            versions=versions,
+            keep=line.run.keep,
+            find_s=limits.find_s,
         )
-        is_restore_due = False
-        if past is None or not past.is_open:
-            is_restore_due = checkpoints.newest() is not None
+        is_restore_due, last_generation = False, 0
+        if past is None or not past.is_open or not past.resumption.generation:  # no worker has a state
+            newest, last_generation = checkpoints.start()
+            is_restore_due = newest is not None
+        link_checkpoints(run_dir.path, store)
         if past is not None and not past.is_open:
             if (complete := _why_complete(past, config)) and (is_restore_due or not past.differences):
                 print(f"{complete}; results in {run_dir.path}")  # noqa: T201
@@ -212,11 +223,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 max_nodes=max_nodes,
                 agents=agents,
                 contact=contact,
-                limits=Limits(
-                    forgive_s=60.0 * line.run.forgive_minutes,
-                    wait_s=60.0 * line.run.wait_minutes,
-                    yield_s=_YIELD_S if shares_cores else 0.0,
-                ).scaled(line.run.patience),
+                limits=limits,
                 patience=line.run.patience,
                 orphan_s=nodes.orphan_s,
                 summary_path=line.run.summary_json,
@@ -226,6 +233,7 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
                 checkpoint_terms=terms,
                 past=past,
                 is_restore_due=is_restore_due,
+                last_generation=last_generation,
             )
             return Session(setting).run(listener, tls)
 

@@ -40,7 +40,7 @@ from oobleck_jax.elastic.messages import (
     Welcome,
     WorkerReady,
 )
-from oobleck_jax.errors import Abandoned, CheckpointDamaged, PeerLost, Stalled, StateDamaged
+from oobleck_jax.errors import Abandoned, CheckpointDamaged, CheckpointUnreadable, PeerLost, Stalled, StateDamaged
 from oobleck_jax.execution.background import Background
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.fabric import Fabric, GlooFabric, free_dropped_fabrics, free_stuck_fabrics, keep_gloo_quiet
@@ -125,7 +125,7 @@ class Worker:
                 is_abandoned = True
             except _Stopped as stopped:
                 return str(stopped)
-            except CheckpointDamaged as error:
+            except (CheckpointDamaged, CheckpointUnreadable) as error:
                 self._control.send(RestoreFailed(node=self._node, generation=self._generation, reason=str(error)))
             except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
@@ -161,8 +161,9 @@ class Worker:
         )
         if sums := self._trainer.fabric_sums(generation):
             self._meeting = Meeting(partial(self._make_fabric, begin, sums))
+        restore = reader_of(begin.restore, partial(self._progress, "load", 0, 1))
         preparation = self._trainer.prepare(
-            generation, progress=self._progress, patience=self._patience(begin.step), restore=reader_of(begin.restore)
+            generation, progress=self._progress, patience=self._patience(begin.step), restore=restore
         )
         prepared_s = time.monotonic()
         if self._meeting is not None:

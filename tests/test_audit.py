@@ -11,9 +11,10 @@ import pytest
 from models.presets import config_to_json, load_preset
 from oobleck_jax import audit as audit_module, events
 from oobleck_jax.audit import Audit, audit
+from oobleck_jax.checkpoint.object_store import ObjectPath
 from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.data import TokenDataset
-from oobleck_jax.errors import ConfigError, DataError
+from oobleck_jax.errors import ConfigError, DataError, ObjectStoreError
 from oobleck_jax.journal import read_journal
 from scripts.audit import Arguments, main
 from tests.checkpoint.checkpoints import save
@@ -206,3 +207,19 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").write_text("nonsense\n")
     with pytest.raises(ConfigError, match=r"journal\.jsonl is damaged"):
         audit(tmp_path)
+
+
+def test_a_store_that_cannot_be_read_leaves_the_data_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: ObjectPath) -> None:
+        raise ObjectStoreError(path, "not now")
+
+    pytest.importorskip("s3fs")
+    write(tmp_path, commits(1, 0, 3))
+    (tmp_path / "checkpoints").write_text("s3://bucket/a\n")
+    monkeypatch.setattr(ObjectPath, "folders", refuse)
+    assert audit(tmp_path).num_samples_per_pass == TokenDataset.open(CONFIG).num_train_samples
+    (record,) = caplog.records
+    assert "the checkpoints cannot be read, so the data tells" in record.getMessage()
+    assert "s3://bucket/a: not now" in record.getMessage()

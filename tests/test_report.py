@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from models.presets import config_to_json, load_preset
-from oobleck_jax import events
+from oobleck_jax import events, report
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.effects import Write
 from oobleck_jax.elastic.terms import OnLoss
@@ -79,6 +79,15 @@ def test_what_the_files_of_a_run_do_not_prove_is_told(run_dir: Path) -> None:
         "VIOLATION: journal.jsonl, line 4: step 4 is committed, but step 3 was not"
         in (run_dir / "report.html").read_text()
     )
+
+
+def test_a_report_is_written_even_if_files_cannot_be_read(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(5, "not now")
+
+    monkeypatch.setattr(report, "audit", fail)
+    write_report(read_report(run_dir), run_dir / "report.html")
+    assert "[Errno 5] not now" in (run_dir / "report.html").read_text()
 
 
 def test_causes_cannot_smuggle_html_in(run_dir: Path) -> None:

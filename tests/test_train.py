@@ -4,6 +4,7 @@ Workers are invented (tests/elastic/fake_worker.py), so nothing here compiles.
 """
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ import pytest
 
 from oobleck_jax import events
 from oobleck_jax.audit import audit
+from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.elastic.coordinator import bind
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.run_dir import RunDir
@@ -62,8 +64,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--keep", "0"], "--keep is 0; it must be at least 1"),
         (["--checkpoint-every", "5x"], "--checkpoint-every 5x: give steps, such as 20, or minutes, such as 5m"),
         (["--checkpoint-dir", "gs:/bucket/run"], "--checkpoint-dir gs:/bucket/run is no address"),
-        (["--checkpoint-dir", "s4://bucket/run"], "--checkpoint-dir s4://bucket/run cannot be used: Protocol"),
-        (["--checkpoint-dir", "file:///run"], "--checkpoint-dir file:///run is in a file system: give the path alone"),
+        (["--checkpoint-dir", "s4://bucket/run"], "--checkpoint-dir s4://bucket/run is no address of an object store"),
+        (["--checkpoint-dir", "file:///run"], "az://CONTAINER/FOLDER, or give the path of a folder"),
         (["--checkpoint-dir", "gs://bucket/run-*"], "--checkpoint-dir gs://bucket/run-* has one of *?[]"),
         (["--init-from", "absent"], "absent/config.json cannot be read"),
         (["--join", "."], "--join .: there is no run in this directory"),
@@ -526,6 +528,40 @@ def test_a_run_that_loses_a_layer_goes_back_by_itself_and_one_that_is_interrupte
     launch.interrupt(second)
     again = audit(other_dir)
     assert (again.first_step, again.violation) == (found.end_step, None)
+
+
+@pytest.mark.process
+def test_a_start_that_fails_or_is_killed_early_does_not_make_the_next_one_begin_anew(
+    launch: Launch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--preset", "gpt-test", "--profile", "estimate", "--nodes", "2", "--checkpoint-every", "2", "--keep", "1")
+    flags += ("--checkpoint-dir", str(launch.directory / "elsewhere"))
+    first = launch.start(*flags, "--steps", "5")
+    _, err = first.communicate(timeout=LIMIT_S)
+    assert (first.returncode, err) == (0, "")
+
+    failed, killed = launch.directory / "failed", launch.directory / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "last_generation", no_answer)
+        message = refused([*flags, "--steps", "9", "--run-dir", str(failed)], capsys)
+    assert "elsewhere cannot be read: not now; so nobody knows whether there is a checkpoint to go on from" in message
+    # One that is killed before it has a plan leaves the beginnings of its files.
+    killed.mkdir()
+    config = (launch.run_dir / "config.json").read_text().replace('"steps": 5', '"steps": 13')
+    (killed / "config.json").write_text(config)
+    (killed / "events.jsonl").write_text(launch.lines("events.jsonl")[0] + "\n")
+    for run_dir in (failed, killed):
+        steps = ("--steps", "9" if run_dir is failed else "13")
+        run = launch.start(*flags, *steps, "--run-dir", str(run_dir))
+        _, err = run.communicate(timeout=LIMIT_S)
+        assert (run.returncode, err) == (0, "")
+        assert audit(run_dir).first_step == int(steps[1]) - 4
+    (folder,) = (launch.directory / "elsewhere").iterdir()
+    assert folder.name == "step-000012-generation-3"
+
+
+def no_answer(_: CheckpointStore) -> int:
+    raise OSError(errno.EIO, "not now")
 
 
 @pytest.mark.process

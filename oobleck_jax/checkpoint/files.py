@@ -7,8 +7,8 @@ to disk is there, the entries of folders included. What an object store has take
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 22
 
 def location_of(text: str) -> Location:
     """Return what `str` has made of a location."""
-    return ObjectPath(text) if "://" in text else Path(text)
+    return ObjectPath(address=text) if "://" in text else Path(text)
 
 
 def write_durably(path: Location, content: bytes) -> None:
@@ -52,12 +52,38 @@ def sync_folder(path: Location) -> None:
         os.close(folder)
 
 
-def remove_folder(path: Location) -> None:
-    """Remove a folder with all that is in it."""
-    if isinstance(path, ObjectPath):
-        path.remove()
-    else:
-        shutil.rmtree(path)
+def folders_in(folder: Location) -> list[str]:
+    """Return the names of the folders in a folder; a folder that is not there has none."""
+    if isinstance(folder, ObjectPath):
+        return folder.folders()
+    try:
+        return [path.name for path in folder.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def sizes_in(folder: Location) -> dict[str, int]:
+    """Return the sizes of all files in a folder and its folders, by their paths in it, in bytes."""
+    if isinstance(folder, ObjectPath):
+        return folder.sizes()
+    sizes: dict[str, int] = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            with suppress(OSError):  # it has just gone, or is as good as gone
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return sizes
+
+
+def remove_folder(folder: Location, *, first: str) -> None:
+    """Remove a folder with all that is in it.
+
+    Args:
+        first: the file to begin with.
+    """
+    if isinstance(folder, ObjectPath):
+        return folder.remove(first=first)
+    (folder / first).unlink(missing_ok=True)
+    return shutil.rmtree(folder)
 
 
 def seal(folder: Path, *, sync: bool = True) -> dict[str, FileRecord]:
@@ -77,46 +103,47 @@ def seal(folder: Path, *, sync: bool = True) -> dict[str, FileRecord]:
     return records
 
 
-def damage(folder: Location, records: Mapping[str, FileRecord], *, whole: bool) -> tuple[str, str] | None:
-    """Return the first damaged file and what is wrong with it; None: there is none.
+def wrong_size(sizes: Mapping[str, int], records: Mapping[str, FileRecord]) -> tuple[str, str] | None:
+    """Return the first file that is missing or has another size than was saved, and what is wrong; None: there is none.
 
     Args:
-        whole: read the files, which must be in a file system; if not, only their sizes are checked.
-
-    Raises:
-        ObjectStoreError: the store cannot be asked.
+        sizes: what there is, as `sizes_in` tells.
+        records: what there should be.
     """
-    sizes = folder.sizes() if isinstance(folder, ObjectPath) else {}  # one question for all files
     for name, record in records.items():
-        path = folder / name
-        try:
-            num_bytes = sizes[name] if isinstance(path, ObjectPath) else path.stat().st_size
-            if num_bytes != record.num_bytes:
-                return name, f"has {num_bytes} bytes, not the {record.num_bytes} that were saved"
-            if not whole:
-                continue
-            assert isinstance(path, Path)
-            if _read(path, sync=False) != record:
-                return name, "has other content than was saved: its checksum differs"
-        except (FileNotFoundError, KeyError):
+        if name not in sizes:
             return name, "is missing"
+        if sizes[name] != record.num_bytes:
+            return name, f"has {sizes[name]} bytes, not the {record.num_bytes} that were saved"
+    return None
+
+
+def wrong_content(folder: Path, records: Mapping[str, FileRecord]) -> tuple[str, str] | None:
+    """Return the first file that has other bits than were saved, and what is wrong with it; None: there is none."""
+    for name, record in records.items():
+        try:
+            if _read(folder / name, sync=False) != record:
+                return name, "has other content than was saved: its checksum differs"
         except OSError as error:
             return name, f"cannot be read: {error.strerror}"
     return None
 
 
 @contextmanager
-def local_files(folder: Location, records: Mapping[str, FileRecord]) -> Iterator[Path]:
+def local_files(folder: Location, records: Mapping[str, FileRecord], tell: Callable[[], None]) -> Iterator[Path]:
     """Give a folder of a file system with these files: their own, or one that is gone afterwards.
 
+    Args:
+        tell: called every few seconds while they are fetched; may raise to end it.
+
     Raises:
-        OSError: they cannot be copied.
+        OSError: they cannot be fetched.
     """
     if isinstance(folder, Path):
         yield folder
         return
     with scratch_folder() as scratch:
-        folder.download(scratch, {name: record.num_bytes for name, record in records.items()})
+        folder.download(scratch, {name: record.num_bytes for name, record in records.items()}, tell)
         yield scratch
 
 

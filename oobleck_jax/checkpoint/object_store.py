@@ -1,42 +1,46 @@
-"""Folders in a store that is no file system (gs://, s3://, az://, ...), as far as checkpoints need them.
+"""Folders in a store that is no file system (gs://, s3://, az://), as far as checkpoints need them.
 
 Everything goes through fsspec, which is what `etils.epath`, and so Orbax, uses for such addresses: what they can reach,
 by the same packages and settings, can be reached here. Not through epath itself, for two reasons. It answers from
 listings that it keeps, in which what other processes have written since is missing. And where TensorFlow is installed
 it imports that, which takes seconds, and device memory.
 
-Clients may hang, and raise whatever they like. So each call has a limit, in a daemonic thread that cannot keep the
-process from ending, and an error leaves this module as FileNotFoundError or `ObjectStoreError`. A call that was given
-up may still be carried out: what it writes is then part of a checkpoint that nobody counts on, or completes one that
-is intact.
+Clients may hang, and raise whatever they like. So each call is made in a daemonic thread, up to three times, and given
+up after a limit. An error leaves this module as FileNotFoundError or `ObjectStoreError`, unless files of this machine
+are the matter. A call that was given up may still be carried out: what it writes is then part of a checkpoint that
+nobody counts on, or completes one that is intact.
 """
 
 import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oobleck_jax.errors import ConfigError, ObjectStoreError
+from oobleck_jax.errors import ConfigError, ObjectStoreError, cause_of
 
 
 T = TypeVar("T")
 
-_CALL_S = 30.0  # for one call, with all that the client tries again by itself
-_SLOWEST_BYTES_PER_S = 1 << 20  # of the transfer of a file, after that
-_NUM_TRANSFERS = 4  # at once: a file may be small, and the way long
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^/]")
-_connecting = threading.Lock()
+_CALL_S = 30.0  # for one call, with all that is tried again
+_SLOWEST_BYTES_PER_S = 1 << 20  # of a transfer, after that
+_NUM_ATTEMPTS = 3
+_PAUSE_S = 1.0  # between two of them
+_TELL_S = 2.0  # between two signs of life
+_ALL = (
+    -1
+)  # files of a group at once, of which most are small; fsspec leaves those that wait with a warning if one fails
+_ADDRESS = re.compile(r"(gs|gcs|s3|az|abfs)://[^/]+(/.*)?")
+_clients: dict[str, Any] = {}  # by scheme and bucket; one that failed is made anew, with the credentials of then
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectPath:
-    """An object, or a folder of objects; its methods do what those of `pathlib.Path` do.
+    """An object, or a folder of objects.
 
     Attributes:
         address: such as s3://bucket/runs/a, without a slash at the end.
@@ -48,69 +52,77 @@ class ObjectPath:
         return self.address
 
     def __truediv__(self, name: str) -> "ObjectPath":
-        return ObjectPath(f"{self.address}/{name}")
+        return ObjectPath(address=f"{self.address}/{name}")
 
     @property
     def name(self) -> str:
         return self.address.rpartition("/")[2]
 
     @property
-    def parent(self) -> "ObjectPath":
-        return ObjectPath(self.address.rpartition("/")[0])
+    def bucket(self) -> "ObjectPath":
+        return ObjectPath(address="/".join(self.address.split("/")[:3]))
 
-    def exists(self) -> bool:
-        """Tell whether there is an object of this name."""
+    def is_missing(self) -> bool:
+        """Tell whether a bucket is known not to be there; not everybody may look."""
+
+        def look(files: Any, path: str) -> None:
+            try:
+                files.info(path)
+            except FileNotFoundError:  # gcsfs says that, too, of one that is empty, to those who may not look it up
+                files.ls(path)
+
         try:
-            return _call(self, lambda files, path: files.info(path)["type"] == "file")
-        except FileNotFoundError:
-            return False
+            _call(self, look)
+        except (FileNotFoundError, ObjectStoreError) as error:
+            return isinstance(error, FileNotFoundError)
+        return False
 
-    def is_dir(self) -> bool:
-        """Tell whether there are objects below this name."""
-        try:
-            return next(self.iterdir(), None) is not None
-        except FileNotFoundError:
-            return False
-
-    def iterdir(self) -> Iterator["ObjectPath"]:
-        """Yield what is in a folder."""
+    def folders(self) -> list[str]:
+        """Return the names of the folders in this one."""
 
         def names(files: Any, path: str) -> list[str]:
-            found = [entry["name"].rstrip("/") for entry in files.ls(path, detail=True)]
-            return [name.rpartition("/")[2] for name in found if name != path]
+            found = [entry["name"] for entry in files.ls(path, detail=True) if entry["type"] == "directory"]
+            return [name.rstrip("/").rpartition("/")[2] for name in found]
 
-        return (self / name for name in _call(self, names))
+        try:
+            return _call(self, names)
+        except FileNotFoundError:
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all objects in a folder and its folders, by their paths in it, in bytes."""
+        return _call(self, _sizes)
 
     def read_bytes(self) -> bytes:
         return _call(self, lambda files, path: files.cat_file(path))
 
     def write_bytes(self, content: bytes) -> None:
         """Write an object, which appears as a whole."""
-        _write(self, lambda files, path: files.pipe_file(path, content))
-
-    def unlink(self, *, missing_ok: bool = False) -> None:
         try:
-            _call(self, lambda files, path: files.rm_file(path))
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+            _call(self, lambda files, path: files.pipe_file(path, content))
+        except FileNotFoundError as error:
+            raise _no_such_place(self, error) from error
 
-    def remove(self) -> None:
-        """Remove a folder with all that is in it."""
-        with suppress(FileNotFoundError):  # there are no empty folders
-            _call(self, lambda files, path: files.rm(path, recursive=True))
+    def remove(self, *, first: str) -> None:
+        """Remove a folder with all that is in it, and nothing else.
 
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of all objects in a folder and its folders, by their paths in it, in bytes."""
+        Clients that are told to remove a folder list it by its name as a prefix, and gcsfs 2025.3.0 then removed
+        `generation-10` with `generation-1`. So the objects are named here.
 
-        def found(files: Any, path: str) -> dict[str, int]:
-            entries = files.find(path, detail=True)
-            return {name.removeprefix(f"{path}/"): int(entry["size"]) for name, entry in entries.items()}
+        Args:
+            first: the object to begin with.
+        """
 
-        try:
-            return _call(self, found)
-        except FileNotFoundError:
-            return {}
+        def remove(files: Any, path: str) -> None:
+            names = _sizes(files, path)
+            if names.pop(first, None) is not None:
+                files.rm_file(f"{path}/{first}")
+            if names:
+                files.rm([f"{path}/{name}" for name in names])
+            if left := _sizes(files, path):  # some clients keep quiet about what they could not remove
+                raise OSError(errno.EIO, f"{min(left)} is still there")
+
+        _call(self, remove)
 
     def upload(self, folder: Path, sizes: Mapping[str, int]) -> None:
         """Copy files to here.
@@ -119,23 +131,41 @@ class ObjectPath:
             folder: where they are.
             sizes: of them, by their paths in it, in bytes.
         """
+        there = [str(folder / name) for name in sizes]
 
-        def upload(name: str) -> None:
-            extra_s = sizes[name] / _SLOWEST_BYTES_PER_S
-            _write(self / name, lambda files, path: files.put_file(str(folder / name), path), extra_s=extra_s)
+        def put(files: Any, path: str) -> None:
+            files.put(there, [f"{path}/{name}" for name in sizes], batch_size=_ALL)
 
-        _in_parallel(upload, sizes)
+        try:
+            _call(self, put, num_bytes=sum(sizes.values()))
+        except FileNotFoundError as error:
+            if not all(map(os.path.exists, there)):
+                raise FileNotFoundError(errno.ENOENT, f"what was to be uploaded is gone from {folder}") from error
+            raise _no_such_place(self, error) from error
 
-    def download(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        """Copy objects into a folder of this machine; see `upload`."""
-        for name in sizes:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    def download(self, folder: Path, sizes: Mapping[str, int], tell: Callable[[], None]) -> None:
+        """Copy objects into a folder of this machine.
 
-        def download(name: str) -> None:
-            extra_s = sizes[name] / _SLOWEST_BYTES_PER_S
-            _call(self / name, lambda files, path: files.get_file(path, str(folder / name)), extra_s=extra_s)
+        Args:
+            folder: where they go.
+            sizes: of them, by their paths, in bytes.
+            tell: called every few seconds; may raise to end it.
 
-        _in_parallel(download, sizes)
+        Raises:
+            OSError: there is no room for them; names the folder.
+        """
+
+        def get(files: Any, path: str) -> None:
+            there = [str(folder / name) for name in sizes]
+            files.get([f"{path}/{name}" for name in sizes], there, batch_size=_ALL)
+
+        try:
+            _call(self, get, num_bytes=sum(sizes.values()), tell=tell)
+        except ObjectStoreError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(cause.errno, cause.strerror, str(folder)) from error
+            raise
 
 
 def object_path(given: str) -> ObjectPath | None:
@@ -144,103 +174,98 @@ def object_path(given: str) -> ObjectPath | None:
     Nothing is asked of the store: it may be out of reach just now.
 
     Raises:
-        ConfigError: it is an address, but not one that can be used; says why, and what to install.
+        ConfigError: it is an address, but not one that can be used; says why, and what to install. Secrets that may
+            be in it are not repeated.
     """
     if "://" not in given and not re.match(r"[a-z][a-z0-9+.-]+:/", given):
         return None
-    if given.startswith("file:"):
-        raise ConfigError(f"{given} is in a file system: give the path alone")
-    if not _ADDRESS.match(given):
-        raise ConfigError(f"{given} is no address: write it as gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
+    scheme, _, rest = given.partition(":")
+    shown, query = given.partition("?")[::2]
+    user, _, place = rest.rpartition("@")
+    if ":" in user:
+        shown = f"{scheme}://...@{place.partition('?')[0]}"
+        raise ConfigError(f"{shown} has a password: leave it out, clients look for credentials elsewhere")
+    if query or not _ADDRESS.fullmatch(given):
+        raise ConfigError(
+            f"{shown}{'?...' if query else ''} is no address of an object store: write it as gs://BUCKET/FOLDER, "
+            "s3://BUCKET/FOLDER or az://CONTAINER/FOLDER, or give the path of a folder"
+        )
     if set(given) & set("*?[]"):
-        raise ConfigError(f"{given} has one of *?[], which stand for other characters where folders are removed")
+        raise ConfigError(f"{given} has one of *?[], which stand for other characters there")
     from fsspec import get_filesystem_class  # late: most runs do not need it
 
     try:
-        get_filesystem_class(given.partition("://")[0])
-    except ValueError as error:
-        raise ConfigError(f"{given} cannot be used: {error}") from error
+        get_filesystem_class(scheme)
     except ImportError as error:  # it says what to install; its cause, what is missing
-        raise ConfigError(f"{given} cannot be used: {error} ({error.__cause__ or 'it is missing'})") from error
-    return ObjectPath(given.rstrip("/"))
+        raise ConfigError(f"{shown} cannot be used: {error} ({error.__cause__ or 'it is missing'})") from error
+    return ObjectPath(address=given.rstrip("/"))
 
 
-def _call(path: ObjectPath, what: Callable[[Any, str], T], *, extra_s: float = 0.0) -> T:
+def _call(
+    path: ObjectPath, what: Callable[[Any, str], T], *, num_bytes: int = 0, tell: Callable[[], None] = lambda: None
+) -> T:
     """Have something done by the client of a store, which is given the path as it wants it."""
     results: list[T] = []
     errors: list[Exception] = []
+    given_up = threading.Event()
 
     def call() -> None:
-        try:
-            files = _connect(path)
-            files.invalidate_cache()
-            results.append(what(files, files._strip_protocol(path.address)))
-        except Exception as error:  # clients have errors of all kinds
-            errors.append(error)
+        for _ in range(_NUM_ATTEMPTS):
+            try:
+                files = _client(path)
+                files.invalidate_cache()
+                results.append(what(files, files._strip_protocol(path.address)))
+                return
+            except Exception as error:  # clients have errors of all kinds
+                errors.append(error)
+                if isinstance(error, FileNotFoundError):
+                    return
+                _clients.pop(str(path.bucket), None)
+            if given_up.wait(_PAUSE_S):
+                return
 
-    limit_s = _CALL_S + extra_s
+    limit_s = _CALL_S + num_bytes / _SLOWEST_BYTES_PER_S
+    until_s = time.monotonic() + limit_s
     thread = threading.Thread(target=call, name="object-store", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    try:
+        while thread.is_alive() and (left_s := until_s - time.monotonic()) > 0:
+            thread.join(min(left_s, _TELL_S))
+            tell()
+    finally:
+        given_up.set()
+    if thread.is_alive() and not results:
+        _clients.pop(str(path.bucket), None)
+        raise ObjectStoreError(path, f"no answer within {limit_s:.0f} s")
     if results:
         return results[0]
-    if not errors:
-        raise ObjectStoreError(path, f"no answer within {limit_s:.0f} s")
-    if isinstance(errors[0], FileNotFoundError):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from errors[0]
-    raise ObjectStoreError(path, _cause(errors[0])) from errors[0]
+    if isinstance(errors[-1], FileNotFoundError):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from errors[-1]
+    raise ObjectStoreError(path, cause_of(errors[-1])) from errors[-1]
 
 
-def _write(path: ObjectPath, what: Callable[[Any, str], object], *, extra_s: float = 0.0) -> None:
-    try:
-        _call(path, what, extra_s=extra_s)
-    except FileNotFoundError as error:
-        raise ObjectStoreError(path, f"there is no such place: {_cause(error.__cause__ or error)}") from error
-
-
-def _connect(path: ObjectPath) -> Any:
-    scheme, _, rest = path.address.partition("://")
-    with _connecting:
-        return _client(f"{scheme}://{rest.partition('/')[0]}")
-
-
-@cache
-def _client(root: str) -> Any:
+def _client(path: ObjectPath) -> Any:
     from fsspec.core import url_to_fs
 
-    # One for all threads, unlike those that fsspec keeps.
-    client, _ = url_to_fs(root, use_listings_cache=False, skip_instance_cache=True)
+    root = str(path.bucket)
+    client = _clients.get(root)
+    if client is None:
+        # One for all threads, unlike those that fsspec keeps.
+        client, _ = url_to_fs(root, use_listings_cache=False, skip_instance_cache=True)
+        _clients[root] = client
     return client
 
 
-def _cause(error: BaseException) -> str:
-    text = str(error.strerror if isinstance(error, OSError) and error.strerror else error)
-    lines = text.strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _sizes(files: Any, path: str) -> dict[str, int]:
+    try:
+        found = files.find(path, detail=True)
+    except FileNotFoundError:
+        return {}
+    folder = f"{path}/"  # not all that begins with the path is in it
+    return {
+        name.removeprefix(folder): int(entry["size"] or 0) for name, entry in found.items() if name.startswith(folder)
+    }
 
 
-def _in_parallel(function: Callable[[str], None], names: Iterable[str]) -> None:
-    """Call a function for all names, a few at once; raise the first error.
-
-    The threads of `concurrent.futures` would be waited for when the process ends.
-    """
-    todo, taking, errors = iter(names), threading.Lock(), list[OSError]()
-
-    def work() -> None:
-        while not errors:
-            with taking:
-                name = next(todo, None)
-            if name is None:
-                return
-            try:
-                function(name)
-            except OSError as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work, name="object-store-transfer", daemon=True) for _ in range(_NUM_TRANSFERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()  # each call has its limit
-    if errors:
-        raise errors[0]
+def _no_such_place(path: ObjectPath, error: FileNotFoundError) -> ObjectStoreError:
+    return ObjectStoreError(path, f"there is no such place: {cause_of(error.__cause__ or error)}")

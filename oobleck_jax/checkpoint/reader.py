@@ -1,5 +1,6 @@
 """How the state of a group comes back from disk, checked: a reader never gets other bits than were saved."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from oobleck_jax.errors import CheckpointDamaged, ConfigError
 from oobleck_jax.execution.state_transfer import checksum_of
 
 
-def read_group(checkpoint: Checkpoint, group: str) -> NamedArrays:
+def read_group(checkpoint: Checkpoint, group: str, *, tell: Callable[[], None] = lambda: None) -> NamedArrays:
     """Return the arrays of one group.
+
+    Args:
+        tell: called every few seconds while files are fetched; may raise to end it.
 
     Raises:
         CheckpointDamaged: they are not what was saved; names the file where it can.
+        OSError: they cannot be fetched.
     """
-    with checkpoint.intact_files(group) as files:
+    with checkpoint.intact_files(group, tell=tell) as files:
         try:
             stored = named_arrays(_restore(files))
         # The files are as they were written, so this is rare; but what Orbax makes of them is beyond us.
@@ -37,17 +42,18 @@ def read_group(checkpoint: Checkpoint, group: str) -> NamedArrays:
     return arrays
 
 
-def read_state(checkpoint: Checkpoint, group: str, shapes: Any) -> Any:
+def read_state(checkpoint: Checkpoint, group: str, shapes: Any, *, tell: Callable[[], None] = lambda: None) -> Any:
     """Return the state of one group, as a tree like `shapes`.
 
     Args:
         shapes: what the state looks like now, as `StateBuilder.state_shapes` tells.
+        tell: see `read_group`.
 
     Raises:
-        CheckpointDamaged: see `read_group`.
+        CheckpointDamaged, OSError: see `read_group`.
         ConfigError: what was saved has another form; names the arrays.
     """
-    arrays = read_group(checkpoint, group)
+    arrays = read_group(checkpoint, group, tell=tell)
     wanted, found = records_of(named_arrays(shapes)), records_of(arrays)
     different = [
         f"{name} is {found.get(name, 'absent')} (needed: {wanted.get(name, 'absent')})"
@@ -66,7 +72,7 @@ def read_params(checkpoint: Checkpoint, group: str) -> Any:
     """Return the parameters of one group: a nested dict, or the array itself if it is a tied one.
 
     Raises:
-        CheckpointDamaged: see `read_group`.
+        CheckpointDamaged, OSError: see `read_group`.
     """
     arrays = read_group(checkpoint, group)
     return nested({name: array for name, array in arrays.items() if name.split("/")[0] == "params"}).get("params", {})

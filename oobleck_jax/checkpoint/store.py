@@ -11,19 +11,21 @@ same step later. A manifest needs no atomic rename of folders, which not every f
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck_jax.checkpoint.files import (
     Location,
-    damage,
+    folders_in,
     local_files,
-    location_of,
     remove_folder,
+    sizes_in,
     sync_folder,
     write_durably,
+    wrong_content,
+    wrong_size,
 )
 from oobleck_jax.checkpoint.manifest import Manifest, decode_manifest, encode_manifest
 from oobleck_jax.checkpoint.object_store import ObjectPath, object_path
@@ -50,11 +52,15 @@ class Checkpoint:
         return self.manifest.step
 
     @contextmanager
-    def intact_files(self, group: str) -> Iterator[Path]:
+    def intact_files(self, group: str, *, tell: Callable[[], None]) -> Iterator[Path]:
         """Give a folder of this machine with the files of a group, as they were saved.
 
+        Args:
+            tell: called every few seconds while they are fetched; may raise to end it.
+
         Raises:
-            CheckpointDamaged: they are not, or cannot be read; names the first that is not.
+            CheckpointDamaged: they are not as they were saved; names the first.
+            OSError: they cannot be fetched, and may be intact.
         """
         record, folder = self.manifest.groups.get(group), self.folder / group
         if record is None:
@@ -64,27 +70,21 @@ class Checkpoint:
             if found is not None:
                 raise CheckpointDamaged(found[1], step=self.step, group=group, file=folder / found[0])
 
-        try:
-            if isinstance(folder, ObjectPath):  # else they are read at once
-                check(damage(folder, record.files, whole=False))
-            with local_files(folder, record.files) as files:
-                check(damage(files, record.files, whole=True))
-                yield files
-        except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-            file = None if error.filename is None else location_of(str(error.filename))
-            raise CheckpointDamaged(what, step=self.step, group=group, file=file) from error
+        check(wrong_size(sizes_in(folder), record.files))
+        with local_files(folder, record.files, tell) as files:
+            check(wrong_content(files, record.files))
+            yield files
 
-    def first_damage(self) -> CheckpointDamaged | None:
+    def first_damage(self, sizes: Mapping[str, int]) -> CheckpointDamaged | None:
         """Return what is wrong with the first file that is missing or has another size than was saved.
 
-        Raises:
-            ObjectStoreError: the store cannot be asked.
+        Args:
+            sizes: of the files in its folder.
         """
         groups = self.manifest.groups
         owners = {f"{group}/{name}": group for group, record in groups.items() for name in record.files}
         records = {f"{group}/{name}": file for group, record in groups.items() for name, file in record.files.items()}
-        found = damage(self.folder, records, whole=False)
+        found = wrong_size(sizes, records)
         if found is None:
             return None
         return CheckpointDamaged(found[1], step=self.step, group=owners[found[0]], file=self.folder / found[0])
@@ -117,6 +117,10 @@ class CheckpointStore:
         """Return the last generation that wrote here, were it only a part; 0: there is none."""
         return max((generation for generation, _, _ in self._folders()), default=0)
 
+    def is_bucket_missing(self) -> bool:
+        """Tell whether it would be in a bucket that is known not to be there."""
+        return isinstance(self.root, ObjectPath) and self.root.bucket.is_missing()
+
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Let a checkpoint count, now that all its groups are written.
 
@@ -127,9 +131,9 @@ class CheckpointStore:
         """
         folder = self.folder(step=manifest.step, generation=manifest.generation)
         checkpoint = Checkpoint(folder=folder, manifest=manifest)
-        damaged = checkpoint.first_damage()
-        if damaged is not None:
-            if not folder.is_dir():
+        sizes = sizes_in(folder)
+        if (damaged := checkpoint.first_damage(sizes)) is not None:
+            if not sizes:
                 what = "is not here: all nodes must write to the same folder, on a file system that they share"
                 raise CheckpointDamaged(what, step=manifest.step, group=None, file=folder)
             raise damaged
@@ -142,10 +146,10 @@ class CheckpointStore:
 
     def find(self) -> Found:
         """Return what is committed; nothing but the manifests is read."""
-        entries = list(self._entries())
+        found = [found for _, _, found in self._looked_at()]
         return Found(
-            checkpoints=tuple(entry for entry in entries if isinstance(entry, Checkpoint)),
-            damaged=tuple(entry for entry in entries if isinstance(entry, CheckpointDamaged)),
+            checkpoints=tuple(item for item in found if isinstance(item, Checkpoint)),
+            damaged=tuple(item for item in found if isinstance(item, CheckpointDamaged)),
         )
 
     def newest(
@@ -160,17 +164,15 @@ class CheckpointStore:
             excluded: folders that are not taken.
         """
         damaged: list[CheckpointDamaged] = []
-        for entry in self._entries():
-            if isinstance(entry, Checkpoint) and (
-                str(entry.folder) in excluded or (end_step is not None and entry.step >= end_step)
-            ):
+        for folder, sizes, found in self._looked_at():
+            if isinstance(found, CheckpointDamaged):
+                damaged.append(found)
+            if not isinstance(found, Checkpoint) or str(folder) in excluded:
                 continue
-            if isinstance(entry, CheckpointDamaged):
-                damaged.append(entry)
+            if end_step is not None and found.step >= end_step:
                 continue
-            error = entry.first_damage()
-            if error is None:
-                return entry, tuple(damaged)
+            if (error := found.first_damage(sizes)) is None:
+                return found, tuple(damaged)
             damaged.append(error)
         return None, tuple(damaged)
 
@@ -187,40 +189,49 @@ class CheckpointStore:
             names of the folders that were removed.
         """
         assert keep >= 1
-        removed: list[Location] = []
+        old: list[Location] = []
+        half_written: list[Location] = []
         num_intact = 0
-        for entry in self._entries():
-            if isinstance(entry, Checkpoint):
-                if num_intact == keep:
-                    removed.append(entry.folder)
-                else:
-                    num_intact += entry.first_damage() is None
-        removed += [
-            folder for _, _, folder in sorted(self._folders()) if folder != saving and not (folder / MANIFEST).exists()
-        ]
-        return tuple(folder.name for folder in removed if _remove(folder))
+        for folder, sizes, found in self._looked_at():
+            if found is None:
+                half_written += [folder] if folder != saving else []
+            elif isinstance(found, Checkpoint) and num_intact == keep:
+                old.append(folder)
+            elif isinstance(found, Checkpoint):
+                num_intact += found.first_damage(sizes) is None
+        removed: list[str] = []
+        for folder in (*old, *reversed(half_written)):
+            try:
+                # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
+                remove_folder(folder, first=MANIFEST)
+                removed.append(folder.name)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", folder, error.strerror)
+                if isinstance(error, ObjectStoreError):  # others would take as long to fail
+                    break
+        return tuple(removed)
 
-    def _entries(self) -> Iterator[Checkpoint | CheckpointDamaged]:
-        """Yield what has a manifest, newest first.
+    def _looked_at(self) -> Iterator[tuple[Location, Mapping[str, int], Checkpoint | CheckpointDamaged | None]]:
+        """Yield what there is, newest first: its folder, the sizes of its files, and what its manifest says, if any.
 
         The last generation comes before the last step: after a run has gone back to an old checkpoint, the steps that
         it gave up count no more.
         """
-        for _, _, folder in sorted(self._folders(), reverse=True):
-            if (folder / MANIFEST).exists():
+        for _, _, name in sorted(self._folders(), reverse=True):
+            folder = self.root / name
+            sizes = sizes_in(folder)
+            found = None
+            if MANIFEST in sizes:
                 try:
-                    yield read_checkpoint(folder)
+                    found = read_checkpoint(folder)
                 except CheckpointDamaged as error:
-                    yield error
+                    found = error
+            yield folder, sizes, found
 
-    def _folders(self) -> list[tuple[int, int, Location]]:
-        """Return (generation, step, folder) of all that look like checkpoints, complete or not."""
-        try:
-            entries: list[Location] = list(self.root.iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        matches = [(_NAME.fullmatch(path.name), path) for path in entries]
-        return [(int(match[2]), int(match[1]), path) for match, path in matches if match and path.is_dir()]
+    def _folders(self) -> list[tuple[int, int, str]]:
+        """Return (generation, step, name) of all folders that look like checkpoints, complete or not."""
+        matches = [_NAME.fullmatch(name) for name in folders_in(self.root)]
+        return [(int(match[2]), int(match[1]), match[0]) for match in matches if match]
 
 
 def checkpoints_of(run_dir: Path) -> Location:
@@ -250,14 +261,3 @@ def read_checkpoint(folder: Location) -> Checkpoint:
         match = _NAME.fullmatch(folder.name)
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise CheckpointDamaged(what, step=int(match[1]) if match else None, group=None, file=path) from error
-
-
-def _remove(folder: Location) -> bool:
-    try:
-        # What makes it count goes first: a removal that is cut short leaves no damaged checkpoint.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        remove_folder(folder)
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s", folder, error.strerror)
-        return False
-    return True

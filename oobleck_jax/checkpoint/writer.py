@@ -25,7 +25,7 @@ from oobleck_jax.checkpoint.manifest import FileRecord, GroupRecord
 from oobleck_jax.checkpoint.named_arrays import NamedArrays, named_arrays, nested, records_of
 from oobleck_jax.checkpoint.object_store import ObjectPath
 from oobleck_jax.checkpoint.scratch import scratch_folder
-from oobleck_jax.errors import CheckpointUnwritable, ObjectStoreError
+from oobleck_jax.errors import CheckpointUnwritable, ObjectStoreError, cause_of
 from oobleck_jax.execution.state_transfer import checksum_of
 
 
@@ -106,7 +106,7 @@ def write_group(folder: Location, group: str, arrays: NamedArrays) -> GroupRecor
     # Orbax has no error of its own for a disk that refuses: it depends on where that happens.
     except Exception as error:
         logger.debug("%s cannot be written", folder / group, exc_info=True)
-        raise CheckpointUnwritable(folder / group, _cause(error)) from error
+        raise CheckpointUnwritable(folder / group, cause_of(error)) from error
     leaves = list(arrays.values())
     return GroupRecord(
         checksum=checksum_of(leaves),
@@ -136,12 +136,11 @@ def _upload(folder: ObjectPath, group: str, arrays: NamedArrays) -> dict[str, Fi
         with scratch_folder() as scratch:
             _save(scratch / group, arrays)
             files = seal(scratch / group, sync=False)
-            sizes = {name: record.num_bytes for name, record in files.items()}
-            (folder / group).upload(scratch / group, sizes)
+            (folder / group).upload(scratch / group, {name: record.num_bytes for name, record in files.items()})
     except ObjectStoreError:
         raise
     except Exception as error:
-        raise OSError(None, f"{_cause(error)} (in {tempfile.gettempdir()}, where it is made)") from error
+        raise OSError(None, f"{cause_of(error)} (in {tempfile.gettempdir()}, where it is made)") from error
     return files
 
 
@@ -175,12 +174,3 @@ def _write(
 
 def _copied(state: Any) -> NamedArrays:
     return {name: np.array(leaf, copy=True, order="C") for name, leaf in named_arrays(state).items()}
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    text = str(error)
-    if "No space left on device" in text or "RESOURCE_EXHAUSTED" in text:
-        return "No space left on device"
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

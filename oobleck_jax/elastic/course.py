@@ -556,8 +556,8 @@ class Course:
             yield self._saving.deadline_s, self._saving_overdue
         match self.phase:
             case Phase.GATHERING if self._restores.is_looking:
-                nothing = CheckpointFound(point=None, damaged=(f"no answer within {limits.find_s:.0f} s",))
-                yield self._restores.look_until_s, partial(self.found, nothing)
+                unread = f"the checkpoints cannot be read: no answer within {limits.find_s:.0f} s"
+                yield self._restores.look_until_s, partial(self.found, CheckpointFound(point=None, unread=unread))
             case Phase.GATHERING:
                 yield self._phase_since_s + (limits.wait_s if self._waits_for else limits.gather_s), self._too_few
                 if self._absences.next_s is not None:

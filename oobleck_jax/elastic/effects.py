@@ -77,6 +77,7 @@ class CheckpointFound:
 
     point: messages.RestorePoint | None  # None: there is none
     damaged: tuple[str, ...] = ()  # newer ones that cannot be used, and why
+    unread: str = ""  # why nobody can tell what there is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,6 +89,8 @@ class Restores:
         if point is None and self._suspected_step is not None:  # rather that one than none
             self._suspected_step = None
             return None
+        if given.unread:
+            return given.unread
         if point is None:
             is_any = given.damaged or self._damaged
             return "; ".join(["no intact checkpoint is left" if is_any else "there is no checkpoint", *given.damaged])

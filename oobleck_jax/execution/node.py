@@ -164,7 +164,7 @@ class NodeTrainer:
 
         Raises:
             Abandoned, PeerLost, Stalled, StateDamaged: a state does not come.
-            CheckpointDamaged: a state cannot be restored.
+            CheckpointDamaged, CheckpointUnreadable: a state cannot be restored.
         """
         began_s, num_compilations_before = time.monotonic(), num_compilations()
         self._watch.start()

@@ -24,6 +24,7 @@ class S3Server(ThreadingHTTPServer):
     Attributes:
         objects: content of each, by "bucket/key".
         refused: methods that are answered with 403.
+        num_refused: so many calls of any method, too, from now on.
     """
 
     daemon_threads = True
@@ -34,6 +35,7 @@ class S3Server(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.refused: frozenset[str] = frozenset()
+        self.num_refused = 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -158,7 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         return {name: values[0] for name, values in parse_qs(query, keep_blank_values=True).items()}
 
     def _is_refused(self) -> bool:
-        if self.command in self.server.refused:
+        if self.server.num_refused:
+            self.server.num_refused -= 1
+            self._fail(403, "AccessDenied")
+        elif self.command in self.server.refused:
             self._fail(403, "AccessDenied")
         elif self._name.partition("/")[0] != self.server.bucket:
             self._fail(404, "NoSuchBucket")

@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +38,19 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_else(
     with scratch_folder() as mine:
         assert set(tmp_path.iterdir()) == {mine, tmp_path / "notes"}
     assert list(tmp_path.iterdir()) == [tmp_path / "notes"]
+
+
+def test_what_another_host_has_in_a_place_that_both_share_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks of others are not seen there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    here = socket.gethostname()
+    for host in (f"{here}0", f"a{here}", here):
+        (tmp_path / f"oobleck-scratch-abc@{host}").mkdir()
+    with scratch_folder() as mine:
+        assert mine.name.endswith(f"@{here}")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"oobleck-scratch-abc@{here}0",
+        f"oobleck-scratch-abc@a{here}",
+    }

@@ -304,6 +304,16 @@ def test_a_run_without_any_intact_checkpoint_ends_and_names_the_damage() -> None
     assert "no intact checkpoint is left; the checkpoint of step 1 is damaged: wte is missing" in cause
 
 
+def test_a_run_whose_checkpoints_cannot_be_read_ends_and_does_not_say_that_there_are_none() -> None:
+    simulation, nodes = saving()
+    simulation.pump_steps(3)
+    kill_holders(simulation, nodes)
+    simulation.wishes.clear()
+    simulation.feed(CheckpointFound(point=None, unread="s3://bucket/a cannot be read: not now"))
+    cause = simulation.records(events.Failed)[-1].cause
+    assert cause.endswith(", and s3://bucket/a cannot be read: not now")
+
+
 def test_a_death_while_nodes_restore_is_the_next_generation() -> None:
     simulation, nodes = saving()
     simulation.pump_steps(3)
