@@ -31,9 +31,8 @@ _SLOWEST_BYTES_PER_S = 1 << 20  # of a transfer, after that
 _NUM_ATTEMPTS = 3
 _PAUSE_S = 1.0  # between two of them
 _TELL_S = 2.0  # between two signs of life
-_ALL = (
-    -1
-)  # files of a group at once, of which most are small; fsspec leaves those that wait with a warning if one fails
+# All files of a group at once, of which most are small; fsspec leaves those that wait with a warning if one fails.
+_ALL = -1
 _ADDRESS = re.compile(r"(gs|gcs|s3|az|abfs)://[^/]+(/.*)?")
 _clients: dict[str, Any] = {}  # by scheme and bucket; one that failed is made anew, with the credentials of then
 
