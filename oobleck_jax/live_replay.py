@@ -29,7 +29,7 @@ from oobleck_jax.run_processes import agents_of
 
 T = TypeVar("T")
 
-NUM_USUAL = 6  # steps before the trace begins, which say what is usual; the first of them does not count
+NUM_USUAL = 20  # steps before the trace begins, which say what is usual; the first of them does not count
 LIMIT_S = 300.0  # for the run to come up, or to end
 NEVER_S = 1e12
 
@@ -88,11 +88,10 @@ class LiveRun:
         """Wait until all nodes work and have compiled ahead, and return the usual time of a step."""
 
         def usual() -> float | None:
-            prepared = self._told(events.Prepared)
-            ahead = {record.node for _, record in self._told(events.CompiledAhead)}
-            if not prepared or len(ahead) < self._num_nodes:
+            ahead = {record.node: when for when, record in self._told(events.CompiledAhead)}
+            if len(ahead) < self._num_nodes:
                 return None
-            steps_s = [record.step_time_s for _, record in self._committed(prepared[-1][0])]
+            steps_s = [record.step_time_s for _, record in self._committed(max(ahead.values()))]
             return statistics.median(steps_s[1:]) if len(steps_s) >= NUM_USUAL else None
 
         return self._wait("usual steps of all nodes", usual)
