@@ -95,7 +95,7 @@ def receive_or_abandon(control: Control) -> ToNode:
     return message
 
 
-def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
+def failure(node: NodeId, incarnation: int, generation: int, error: BaseException) -> Failed:
     """Return the message that tells of an error of this worker, and which node it waited for, if it did.
 
     XLA's errors can be very long: all of it is in the log, here are the beginning of the error and the traceback's end.
@@ -103,6 +103,7 @@ def failure(node: NodeId, generation: int, error: BaseException) -> Failed:
     blames = getattr(error, "node", None)
     return Failed(
         node=node,
+        incarnation=incarnation,
         generation=generation,
         error=f"{type(error).__name__}: {error}".splitlines()[0][:_ERROR_CHARS],
         traceback="".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],

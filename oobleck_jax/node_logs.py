@@ -1,7 +1,7 @@
 """What people are shown of the logs of nodes: where each is, and the end of the one whose worker failed.
 
-The coordinator never reads them, because most are on other machines: agents say where they write them when they join,
-and send the end along with the news of a failure.
+The display never reads them, because most are on other machines: agents say where they write them when they join, and
+send the end along with the news of a failure.
 """
 
 import re

@@ -1,8 +1,6 @@
 """What people see of a run: the plan, how its nodes come up, a bar or lines while it trains, and why it failed."""
 
 import contextlib
-import io
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,9 @@ from oobleck_jax import events
 from oobleck_jax.config import ScheduleKind
 from oobleck_jax.node_logs import NodeLogs, last_lines, printable
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan
+
+
+_MAX_LOGS = 3  # of which the end is shown in one incident
 
 
 class Display(Protocol):
@@ -33,8 +34,6 @@ def make_display(
     *, num_nodes: int, steps: int, tokens_per_step: int, logs: NodeLogs, stream: "Console | None" = None
 ) -> Display:
     """Return a live display on a terminal, and one of plain lines elsewhere."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what workers write may have characters that the terminal lacks
     console = stream or Console(highlight=False, soft_wrap=True)
     story = Story(num_nodes=num_nodes, steps=steps, tokens_per_step=tokens_per_step, logs=logs)
     return LiveDisplay(story, console) if console.is_terminal else LineDisplay(story)
@@ -50,7 +49,7 @@ class Story:
         self._num_nodes = num_nodes
         self._tokens_per_step = tokens_per_step
         self._logs = logs
-        self._has_shown_log = False  # in the incident that is going on
+        self._logs_shown: set[NodeId | None] = set()  # in the incident that is going on
         self._recent_steps_s: deque[float] = deque(maxlen=20)
         self._joined: set[NodeId] = set()
         self._ready: set[NodeId] = set()
@@ -80,7 +79,7 @@ class Story:
                 self.step = record.step
                 return f"this coordinator takes over after generation {record.generation}; next is step {record.step}"
             case events.Incident():
-                self._has_shown_log = False
+                self._logs_shown.clear()
                 return incident_text(record)
             case events.CompiledAhead():
                 return self._compiled_ahead(record)
@@ -115,13 +114,15 @@ class Story:
         return None
 
     def _lost(self, failed: events.Failed) -> str:
-        """Say what was lost and, once in an incident, what a worker wrote last that failed by an error of its own."""
-        lines = last_lines(failed.detail) if failed.is_error and not self._has_shown_log else []
+        """Say what was lost and, of a worker that failed by an error of its own, where its log is and how it ends."""
+        first, node = f"lost: {failed.cause}", failed.node
+        if not failed.is_error or node in self._logs_shown or len(self._logs_shown) == _MAX_LOGS:
+            return first
+        self._logs_shown.add(node)
+        where, lines = self._logs.where(node), last_lines(failed.detail)
         if not lines:
-            return f"lost: {failed.cause}"
-        self._has_shown_log = True
-        where = self._logs.where(failed.node)
-        return "\n".join([f"lost: {failed.cause}", f"  the end of its log{f' ({where})' if where else ''}:", *lines])
+            return f"{first}\n  its log: {where}" if where else first
+        return "\n".join([first, f"  the end of its log{f' ({where})' if where else ''}:", *lines])
 
     def _compiled_ahead(self, record: events.CompiledAhead) -> str | None:
         """Say once that no loss will have to wait for a compilation any more."""
@@ -248,7 +249,7 @@ class LiveDisplay:
 def failure_text(failed: events.Failed, log: str | None) -> str:
     """Return the message that ends a run: the cause, where it was, and the last lines of what is known."""
     where = f" (generation {failed.generation}, step {failed.step}{f', log {log}' if log else ''})"
-    return printable("\n".join([f"failed: {failed.cause}{where}", *last_lines(failed.detail)]))
+    return "\n".join([f"failed: {failed.cause}{where}", *last_lines(failed.detail)])
 
 
 def incident_text(incident: events.Incident) -> str:

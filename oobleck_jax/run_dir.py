@@ -39,6 +39,19 @@ def read_contact(run_dir: Path) -> Contact | None:
         raise ConfigError(f"{run_dir / 'coordinator.json'} cannot be read: {error}") from None
 
 
+def make_log_dir(run_dir: Path) -> Path:
+    """Make a run directory, and return the folder in it for the logs of nodes.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir} cannot be used: {error.strerror}; choose another") from None
+    return run_dir / "logs"
+
+
 class RunDir:
     """A run directory that belongs to this process until it is closed, or the process ends."""
 
@@ -49,11 +62,11 @@ class RunDir:
             ConfigError: it cannot be made, or another coordinator has it.
         """
         self.path = path
+        make_log_dir(path)
         try:
-            (path / "logs").mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"--run-dir {path} cannot be used: {error.strerror}") from None
+            raise ConfigError(f"--run-dir {path} cannot be used: {error.strerror}; choose another") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -34,7 +34,7 @@ from oobleck_jax.inject import Kind
 from oobleck_jax.launch import available_cores, place, place_at_start
 from oobleck_jax.learning_rate import learning_rate
 from oobleck_jax.local_agents import LocalAgents
-from oobleck_jax.node_logs import NodeLogs
+from oobleck_jax.node_logs import NodeLogs, printable
 from oobleck_jax.past_run import PastRun
 from oobleck_jax.planning.plan import NodeId, Plan
 from oobleck_jax.planning.reconfigure import get_ready
@@ -392,4 +392,4 @@ class Session:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(printable(text), file=sys.stderr, flush=True)  # noqa: T201

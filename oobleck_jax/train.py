@@ -5,6 +5,7 @@ processes of their own.
 """
 
 import asyncio
+import io
 import os
 import secrets
 import signal
@@ -40,13 +41,14 @@ from oobleck_jax.measured_profile import (
     place_of,
     read_profile,
 )
+from oobleck_jax.node_logs import printable
 from oobleck_jax.options import ClusterOptions, CommandLine, parse_command_line, read_token
 from oobleck_jax.past_run import PastRun, read_past
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.propose import estimated_profile, make_proposer, memory_per_device, schedule_text
 from oobleck_jax.run_checkpoints import RunCheckpoints, checkpoint_folder, checkpoint_terms, link_checkpoints
-from oobleck_jax.run_dir import Contact, RunDir, read_contact
+from oobleck_jax.run_dir import Contact, RunDir, make_log_dir, read_contact
 from oobleck_jax.session import SIGNALS, Session, config_digest, software_versions
 from oobleck_jax.setting import Setting
 from oobleck_jax.tensorboard import check_tensorboard
@@ -74,12 +76,14 @@ def main(
     """
     # The C++ side of jaxlib, which hosts the coordination service, would log into the display.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what workers write may have characters that the terminal lacks
     try:
         description = (__doc__ or "").partition("\n")[0]
         line = parse_command_line(arguments, program=program, description=description)
         return _run(line, has_nodes=has_nodes, worker_command=worker_command)
     except (ConfigError, RunFailed) as error:
-        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201
+        print(printable(f"{program}: {error}"), file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return SIGNALS[signal.SIGINT][1]
@@ -108,7 +112,8 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     check_config(config)
     if process is not None and process.process_id > 0:
         node = NodeId(process.process_id)
-        return asyncio.run(run_agent(nodes.agent(f"{process.host}:{process.port}", config=config, node=node)))
+        address = f"{process.host}:{process.port}"
+        return asyncio.run(run_agent(nodes.agent(address, config=config, node=node, log_dir=nodes.make_log_dir())))
 
     run_path = line.run.run_dir or _default_run_dir(line.run.preset)
     store = CheckpointStore(checkpoint_folder(line.run.checkpoint_dir, run_path))
@@ -262,12 +267,9 @@ class _Nodes:
         Args:
             where: host:port of the coordinator, or its run directory on this machine.
         """
-        run, config = self.line.run, self.line.config
+        config = self.line.config
         if not Path(where).is_dir():
-            log_dir = None if run.run_dir is None else run.run_dir.resolve() / "logs"
-            if log_dir is not None:
-                log_dir.mkdir(parents=True, exist_ok=True)
-            return self.agent(where, config=config, node=None, log_dir=log_dir)
+            return self.agent(where, config=config, node=None, log_dir=self.make_log_dir())
         contact = read_contact(Path(where))
         if contact is None:
             raise ConfigError(f"--join {where}: there is no run in this directory")
@@ -278,9 +280,16 @@ class _Nodes:
             tls_authority=self.tls_authority or contact.tls_authority,
         )
 
-    def agent(
-        self, address: str, *, config: RunConfig, node: NodeId | None, log_dir: Path | None = None
-    ) -> AgentOptions:
+    def make_log_dir(self) -> Path | None:
+        """Make the folder for the log of this machine's node; None: it goes where this process prints.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        run_dir = self.line.run.run_dir
+        return None if run_dir is None else make_log_dir(run_dir).resolve()
+
+    def agent(self, address: str, *, config: RunConfig, node: NodeId | None, log_dir: Path | None) -> AgentOptions:
         """Return the options of an agent that joins the coordinator at `address`.
 
         Args:
@@ -312,13 +321,12 @@ class _Nodes:
         )
 
     def _trace_dir(self, log_dir: Path | None) -> str | None:
-        """Return where a node's worker writes its trace: beside its logs, or in the run directory of this process."""
+        """Return where a node's worker writes its trace: beside its logs."""
         if not self.line.run.trace:
             return None
-        run_dir = self.line.run.run_dir if log_dir is None else log_dir.parent
-        if run_dir is None:
+        if log_dir is None:
             raise ConfigError("--trace needs --run-dir on every host: the trace of its node goes there")
-        return str(run_dir.resolve() / "trace")
+        return str(log_dir.parent.resolve() / "trace")
 
 
 def _why_complete(past: PastRun, config: RunConfig) -> str | None:

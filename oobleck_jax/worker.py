@@ -81,6 +81,7 @@ class Worker:
         self,
         *,
         node: NodeId,
+        incarnation: int,
         config: RunConfig,
         trainer: NodeTrainer,
         control: Control,
@@ -89,7 +90,7 @@ class Worker:
     ) -> None:
         self._at_moment = at_moment
         self._node, self._config, self._trainer, self._control = node, config, trainer, control
-        self._connect_fabric = connect_fabric
+        self._incarnation, self._connect_fabric = incarnation, connect_fabric
         self._meeting: Meeting | None = None
         self._fabric: Fabric | None = None
         self._begin: Begin | None = None
@@ -129,7 +130,7 @@ class Worker:
                 self._control.send(RestoreFailed(node=self._node, generation=self._generation, reason=str(error)))
             except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
-                self._control.send(failure(self._node, self._generation, error))
+                self._control.send(failure(self._node, self._incarnation, self._generation, error))
 
     def log_fingerprints(self) -> None:
         """Write a checksum of each group's state into the log, by which replicas can be compared (property T3)."""
@@ -328,7 +329,7 @@ def main() -> None:
         logger.info("over: %s", reason)
     except Exception as error:
         logger.exception("this worker cannot go on")
-        control.send(failure(welcome.node, 0, error))
+        control.send(failure(welcome.node, arguments.incarnation, 0, error))
         _exit(1)
     _exit(0)
 
@@ -374,6 +375,7 @@ def _make_worker(welcome: Welcome, control: SocketControl, arguments: argparse.N
 
     return Worker(
         node=welcome.node,
+        incarnation=arguments.incarnation,
         config=config,
         trainer=trainer,
         control=control,

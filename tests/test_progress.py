@@ -99,14 +99,6 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "    [red]no markup[/] \N{REPLACEMENT CHARACTER}[2J :boom:\n" in text
 
 
-def test_characters_that_a_terminal_lacks_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding="ascii"))
-    display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"))
-    display.show(failed(detail="Übermut"))
-    assert stream.getvalue().endswith(b"    ?bermut\n")
-
-
 def test_something_else_gets_lines(capsys: pytest.CaptureFixture[str]) -> None:
     display = make_display(num_nodes=2, steps=100, tokens_per_step=1000, logs=NodeLogs("here"))
     display.show(committed(0))
@@ -164,7 +156,7 @@ def test_a_failure_is_told_with_its_place_and_its_last_lines() -> None:
     assert rest == [f"    line {number}" for number in range(18, 30)]
 
 
-def test_the_end_of_a_log_is_shown_once_in_an_incident_if_the_worker_failed_by_itself() -> None:
+def test_the_end_of_a_log_is_shown_once_in_an_incident_if_its_worker_failed_by_itself() -> None:
     logs = NodeLogs("here")
     told = Story(num_nodes=5, steps=100, tokens_per_step=1000, logs=logs)
     for node, name, log_dir in ((3, "here", "runs/a/logs"), (4, "there", "/x/logs"), (5, "there", None)):
@@ -183,6 +175,24 @@ def test_the_end_of_a_log_is_shown_once_in_an_incident_if_the_worker_failed_by_i
         shown = told.take(failed(node=NodeId(node)))
         assert shown is not None
         assert shown.splitlines()[1:] == [f"  the end of its log ({where}):", *(f"    line {n}" for n in range(18, 30))]
+
+
+def test_several_logs_are_shown_in_an_incident_but_not_all() -> None:
+    told = story()
+    shown = [told.take(failed(node=NodeId(node), detail=f"words of {node}")) or "" for node in (0, 1, 1, 2, 3)]
+    assert ["words of" in text for text in shown] == [True, True, False, True, False]
+    told.take(incident())
+    assert "words of 3" in (told.take(failed(node=NodeId(3), detail="words of 3")) or "")
+
+
+def test_where_a_log_is_is_told_even_if_nothing_of_it_came_along() -> None:
+    logs = NodeLogs("here")
+    told = Story(num_nodes=5, steps=100, tokens_per_step=1000, logs=logs)
+    cause = "lost: the worker of node 3 failed: ValueError: boom"
+    assert told.take(failed(detail="")) == cause
+    told.take(incident())
+    logs.take(events.Joined(node=NodeId(3), name="there", incarnation=0, log_dir=None))
+    assert told.take(failed(detail="")) == f"{cause}\n  its log: printed by its agent on there"
 
 
 def test_durations_are_readable() -> None:

@@ -6,10 +6,10 @@ Workers are invented (tests/elastic/fake_worker.py), so nothing here compiles.
 import contextlib
 import errno
 import importlib
+import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -82,6 +82,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--tls-authority", "absent.pem"], "--tls-authority absent.pem has no certificate to trust"),
         (["--eval-batches", "0"], "--eval-batches is 0; give at least 1, or --eval-every 0"),
         (["--validation-fraction", "1"], "--validation-fraction is 1.0; it must be in [0, 1)"),
+        (["--run-dir", "/proc/x"], "--run-dir /proc/x cannot be used: No such file or directory; choose another"),
         (["--trace", "--join", "127.0.0.1:1"], "--trace needs --run-dir on every host"),
         (["--tls-key", "key.pem"], "--tls-key is given without --tls-certificate"),
         (["--tls-certificate", "absent.pem"], "--tls-certificate absent.pem cannot be used"),
@@ -159,6 +160,17 @@ def test_help_explains_every_flag_and_shows_the_defaults_of_the_preset(capsys: p
         "gpt-test, gpt-laptop",
     ):
         assert text in out
+
+
+def test_characters_that_a_terminal_lacks_or_obeys_end_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(stream, encoding="ascii"))
+    assert main(["--preset", "gpt-test", "--data", "Üb\x1b[2Jer.bin"]) == 2
+    print("Übermut", flush=True)
+    assert stream.getvalue() == b"?bermut\n"
+    assert "Üb\N{REPLACEMENT CHARACTER}[2Jer.bin" in capsys.readouterr().err
 
 
 def test_a_mistyped_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -646,7 +658,7 @@ def test_processes_on_several_hosts_take_part_in_one_run(launch: Launch) -> None
     assert (first.returncode, err) == (0, "")
     assert "done: 8 of 8 steps" in out
     assert "lost: the worker of node 1 failed: ValueError: invented trouble\n" in out
-    log = f"  the end of its log (printed by its agent on {socket.gethostname()}):\n"
+    log = f"  the end of its log ({launch.run_dir}/logs/node-1.log):\n"
     assert f"{log}    Traceback (invented)\n    ValueError: invented trouble\n" in out  # it came along
     other.communicate(timeout=LIMIT_S)
     assert other.returncode == 0

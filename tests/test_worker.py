@@ -140,6 +140,7 @@ class Serving:
         config = load_preset("gpt-test")
         self._worker = Worker(
             node=NODE,
+            incarnation=0,
             config=config,
             trainer=self.tensors,
             control=self.control,

@@ -27,6 +27,7 @@ import msgspec
 
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.connection import Connection, connect, join
+from oobleck_jax.elastic.log_tail import headline
 from oobleck_jax.elastic.worker_keeper import WorkerKeeper
 from oobleck_jax.elastic.worker_process import WorkerProcess
 from oobleck_jax.errors import RunFailed
@@ -244,7 +245,7 @@ class _Agent:
         log_path = Path(options.log_dir) / f"node-{welcome.node}.log" if options.log_dir else None
         if log_path is not None and incarnation:
             with log_path.open("ab") as log:
-                log.write(f"\n---- worker {incarnation} of node {welcome.node}\n".encode())
+                log.write(f"\n{headline(incarnation, welcome.node)}\n".encode())
         command = [*options.worker_command, "--host", self._host, "--incarnation", str(incarnation)]
         if options.compilation_cache:
             command += ["--compilation-cache", options.compilation_cache]

@@ -88,6 +88,9 @@ class Evidence:
 
 def cause_of_exit(exited: messages.WorkerExited, now_s: float) -> Cause:
     """Explain the end of a worker."""
+    if not exited.is_started:
+        what = f"the worker of node {exited.node} could not be started: {exited.log_tail}"
+        return Cause(node=exited.node, weight=Weight.OWN, what=what, noticed_s=now_s)
     what = f"the worker of node {exited.node} {describe_exit(exited.exit_code)}"
     # Libraries abort when a peer goes away; any other signal came from outside or from a fault of the worker's own.
     is_firm = exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT

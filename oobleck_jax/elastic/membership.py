@@ -319,9 +319,8 @@ class Membership:
     def _worker_failed(self, node: Node, failed: messages.Failed) -> None:
         if failed.is_collateral and failed.generation < self._course.generation:
             return self._out.ignore(f"node {node.node} lost a peer in generation {failed.generation}, which is over")
-        if node.incarnation and not node.is_ready:
-            # It may be of the worker before; that of the new one is followed by its exit, which tells.
-            return self._out.ignore(f"node {node.node}: a failure before worker {node.incarnation} is ready")
+        if failed.incarnation != node.incarnation:
+            return self._out.ignore(f"node {node.node}: worker {failed.incarnation} failed, which has been replaced")
         return self._blame(cause_of_failure(failed, self._now_s))
 
     def _blame(self, cause: Cause) -> None:

@@ -102,6 +102,7 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     incarnation: int
     exit_code: int  # negative: the signal that killed it
     is_gone: bool = True  # False: it was killed and is about to be gone; its last incarnation cannot do anything more
+    is_started: bool = True  # False: it could not be, and log_tail says why
     log_tail: str  # last lines it wrote
     peak_memory_bytes: int = 0  # resident, of the worker
     agent_peak_memory_bytes: int = 0  # resident, of the agent itself
@@ -212,6 +213,7 @@ class Failed(Message, frozen=True, kw_only=True):
     """A worker cannot go on. It exits after this, or, where this is collateral, waits for `Abandon` or `Stop`."""
 
     node: NodeId
+    incarnation: int
     generation: int
     error: str  # type and message, one line
     traceback: str

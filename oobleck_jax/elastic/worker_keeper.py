@@ -121,7 +121,7 @@ class WorkerKeeper:
         try:
             worker = self._worker = await self._start(incarnation)
         except OSError as error:
-            return self._tell_exit(incarnation, _NOT_STARTED, f"the worker could not be started: {error}")
+            return self._tell_exit(incarnation, _NOT_STARTED, str(error), is_started=False)
         relay = asyncio.create_task(self._relay(worker))
         watch = asyncio.create_task(self._watch(incarnation, worker))
         exited, changed = asyncio.ensure_future(worker.wait()), asyncio.create_task(self._change.wait())
@@ -150,13 +150,21 @@ class WorkerKeeper:
             self._tell(line)
 
     def _tell_exit(
-        self, incarnation: int, exit_code: int, log_tail: str, *, peak_bytes: int = 0, is_gone: bool = True
+        self,
+        incarnation: int,
+        exit_code: int,
+        log_tail: str,
+        *,
+        peak_bytes: int = 0,
+        is_gone: bool = True,
+        is_started: bool = True,
     ) -> None:
         self.exited = messages.WorkerExited(
             node=self._node,
             incarnation=incarnation,
             exit_code=exit_code,
             is_gone=is_gone,
+            is_started=is_started,
             log_tail=log_tail,
             peak_memory_bytes=peak_bytes,
             agent_peak_memory_bytes=peak_memory_bytes(),

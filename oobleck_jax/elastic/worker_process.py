@@ -13,10 +13,10 @@ from pathlib import Path
 from oobleck_jax.elastic import messages
 from oobleck_jax.elastic.child import child_command
 from oobleck_jax.elastic.lifeline import Lifeline
+from oobleck_jax.elastic.log_tail import read_tail
 
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # far above the largest vote
-_TAIL_BYTES = 4000
 # A sum whose fabric was dropped while it waited ends then, with its thread and its sockets (XLA: after half an hour).
 # Nobody waits longer for one that is still wanted.
 _COLLECTIVE_LIMIT_S = 600
@@ -153,13 +153,8 @@ class WorkerProcess:
             return False
 
     def log_tail(self) -> str:
-        """Return the last lines that the worker wrote."""
-        if self._log_path is None:
-            return ""
-        with self._log_path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-20:])
+        """Return what the worker wrote last of why it ends; empty if it has no log file."""
+        return "" if self._log_path is None else read_tail(self._log_path)
 
     def _stat(self) -> list[str]:
         """Return what the kernel says of the process, from its state to its exit status (proc(5))."""

@@ -167,6 +167,7 @@ class Worker:
         self.send(
             messages.Failed(
                 node=self.node,
+                incarnation=self.incarnation,
                 generation=self.generation,
                 error=error,
                 traceback=f"Traceback (invented)\n{error}",

@@ -396,8 +396,10 @@ def exited(node: NodeId, exit_code: int, incarnation: int = 0) -> messages.Worke
     return messages.WorkerExited(node=node, incarnation=incarnation, exit_code=exit_code, log_tail="")
 
 
-def failure(node: NodeId, error: str, blames: NodeId | None = None) -> messages.Failed:
-    return messages.Failed(node=node, generation=1, error=error, traceback="traceback", blames=blames)
+def failure(node: NodeId, error: str, blames: NodeId | None = None, incarnation: int = 0) -> messages.Failed:
+    return messages.Failed(
+        node=node, incarnation=incarnation, generation=1, error=error, traceback="traceback", blames=blames
+    )
 
 
 def running(num_nodes: int = 3, **changes: Any) -> tuple[Simulation, list[Node]]:

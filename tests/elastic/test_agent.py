@@ -260,7 +260,7 @@ def test_a_worker_that_cannot_start_has_ended(tmp_path: Path) -> None:
             await peer.expect(messages.Join)
             await peer.send(WELCOME)
             exited = await peer.expect(messages.WorkerExited)
-            assert (exited.incarnation, exited.exit_code) == (0, 127)
+            assert (exited.incarnation, exited.exit_code, exited.is_started) == (0, 127, False)
             assert "No such file or directory" in exited.log_tail
             await peer.send(messages.Respawn(incarnation=1, delay_s=0.0, reason="again"))
             assert (await peer.expect(messages.WorkerExited)).incarnation == 1

@@ -48,6 +48,13 @@ def test_how_a_worker_ended_says_how_much_it_explains(
     assert found.record(generation=1, step=0, is_collateral=False).is_error is is_error
 
 
+def test_a_worker_that_could_not_be_started_has_no_log() -> None:
+    exited = WorkerExited(node=NodeId(2), incarnation=0, exit_code=127, is_started=False, log_tail="no such file")
+    found = cause_of_exit(exited, 5.0)
+    assert (found.weight, found.what) == (Weight.OWN, "the worker of node 2 could not be started: no such file")
+    assert (found.detail, found.is_error) == ("", False)
+
+
 def test_an_unknown_signal_is_described() -> None:
     assert describe_exit(-99) == "was killed by signal 99"
 
@@ -62,7 +69,7 @@ def test_an_unknown_signal_is_described() -> None:
     ],
 )
 def test_a_failure_knows_whether_it_is_a_consequence(error: str, blames: NodeId | None, is_collateral: bool) -> None:
-    failed = Failed(node=NodeId(0), generation=1, error=error, traceback="", blames=blames)
+    failed = Failed(node=NodeId(0), incarnation=0, generation=1, error=error, traceback="", blames=blames)
     assert failed.is_collateral is is_collateral
     assert cause_of_failure(failed, 5.0).is_error is not is_collateral
 

@@ -109,6 +109,17 @@ def test_what_an_old_worker_has_left_to_say_has_no_consequence() -> None:
     assert (simulation.machine.phase, simulation.machine.generation) == (Phase.MEETING, 2)
 
 
+def test_a_new_worker_that_fails_before_it_is_ready_says_why() -> None:
+    simulation, nodes = regrouping()
+    kill(simulation, nodes[1])
+    simulation.say(nodes[1], failure(nodes[1].id, "ValueError: boom", incarnation=1))
+    simulation.say(nodes[1], exited(nodes[1].id, 1, incarnation=1))
+    _, failed = simulation.records(events.Failed)
+    assert (failed.cause, failed.detail) == ("the worker of node 1 failed: ValueError: boom", "traceback")
+    assert failed.is_error
+    assert [respawned.incarnation for respawned in simulation.records(events.Respawned)] == [1, 2]
+
+
 def test_a_worker_that_is_not_ready_in_time_is_replaced_again() -> None:
     limits = Limits(ready_s=10.0, step_s=1000.0, first_step_s=1000.0)
     simulation, nodes = regrouping(limits=limits)
@@ -183,7 +194,9 @@ def test_a_step_that_fails_with_nobody_to_blame_is_tried_three_times() -> None:
     simulation, nodes = regrouping()
     for attempt in range(4):
         assert simulation.machine.generation == attempt + 1
-        message = messages.Failed(node=nodes[0].id, generation=attempt + 1, error="Stalled: nothing came", traceback="")
+        message = messages.Failed(
+            node=nodes[0].id, incarnation=0, generation=attempt + 1, error="Stalled: nothing came", traceback=""
+        )
         simulation.say(nodes[0], message)
         pass_time(simulation, simulation.terms.limits.verdict_s)
         simulation.feed(Tick())

@@ -149,7 +149,8 @@ class AnyRun(RuleBasedStateMachine):
         node = self.pick(index)
         if node.is_alive and node.id >= 0:
             node.is_alive = False
-            node.outbox.append(failure(node.id, "PeerLost: gone" if is_collateral else "ValueError: boom"))
+            error = "PeerLost: gone" if is_collateral else "ValueError: boom"
+            node.outbox.append(failure(node.id, error, incarnation=node.incarnation))
             node.outbox.append(exited(node.id, 1, node.incarnation))
 
     @precondition(lambda self: self.faults_left)
@@ -195,8 +196,7 @@ class AnyRun(RuleBasedStateMachine):
         node = self.pick(index)
         if node.incarnation > 0 and node.has_agent:
             self.simulation.say(node, exited(node.id, -9, node.incarnation - 1))
-            if not node.is_ready:
-                self.simulation.say(node, failure(node.id, "ValueError: boom"))
+            self.simulation.say(node, failure(node.id, "ValueError: boom", incarnation=node.incarnation - 1))
 
     @rule(index=index)
     def node_is_to_leave(self, index: int) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,7 @@ def assert_ends_of_logs_are_shown(run: LiveRun, errors: list[Injection]) -> None
     for error in errors:
         log = run.run_dir / "logs" / f"node-{error.node}.log"
         _, _, end = out.partition(f"\n  the end of its log ({log}):\n")
-        shown = [line.strip() for line in end.splitlines() if line.startswith("    ")]
+        shown = [line.strip() for line in takewhile(lambda line: line.startswith("    "), end.splitlines())]
         assert f"RuntimeError: an error on purpose (--inject {error})" in shown, out
         assert set(shown) < {line.strip() for line in log.read_text().splitlines()}
 
