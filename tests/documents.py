@@ -36,7 +36,7 @@ def blocks_of(path: Path) -> Iterator[Block]:
     text = path.read_text(encoding="utf-8")
     number = 0
     for block in _BLOCK.findall(text):
-        if block.isascii() and not block.startswith("{"):
+        if not _is_picture(block) and not block.startswith("{"):
             lines = re.sub(r"\\\n\s*", " ", block).splitlines()
             commands = tuple(command for line in lines if (command := _without_comment(line)))
             yield Block(path=path, number=number, commands=commands, is_for_cluster=block.startswith(ON_A_CLUSTER))
@@ -45,6 +45,16 @@ def blocks_of(path: Path) -> Iterator[Block]:
         if _PROGRAM.match(command):
             yield Block(path=path, number=number, commands=(command,), is_inline=True)
             number += 1
+
+
+def commands_in_pictures(path: Path) -> list[str]:
+    """Return the lines of pictures that are commands: a character that nobody types must not hide them."""
+    pictures = filter(_is_picture, _BLOCK.findall(path.read_text(encoding="utf-8")))
+    return [line for picture in pictures for line in picture.splitlines() if _PROGRAM.match(line)]
+
+
+def _is_picture(block: str) -> bool:
+    return not block.isascii()
 
 
 def codes_of(text: str) -> list[str]:

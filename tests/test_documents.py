@@ -15,7 +15,7 @@ from oobleck_jax.config import check_config
 from oobleck_jax.data import check_data
 from oobleck_jax.options import CommandLine, parse_command_line
 from oobleck_jax.propose import make_proposer
-from tests.documents import DOCUMENTS, ON_A_CLUSTER, ROOT, blocks_of, codes_of, script_of
+from tests.documents import DOCUMENTS, ON_A_CLUSTER, ROOT, blocks_of, codes_of, commands_in_pictures, script_of
 
 
 LAUNCH_FILES = sorted((ROOT / "scripts" / "launch").iterdir())
@@ -82,6 +82,17 @@ def test_commands_have_flags_that_exist(path: Path) -> None:
             parse(command)
         except SystemExit as ended:
             pytest.fail(f"{path.name}: {command}: exit code {ended.code}")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_no_command_is_taken_for_a_part_of_a_picture(path: Path) -> None:
+    assert not commands_in_pictures(path)
+
+
+def test_a_character_that_nobody_types_does_not_hide_commands(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("```\nmake train  # 2 → 3 nodes\n```\n", encoding="utf-8")
+    assert commands_in_pictures(path) == ["make train  # 2 → 3 nodes"]
 
 
 def test_flags_in_sentences_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,30 +7,30 @@ file, a trace) are made by the test. Blocks that begin with "# on a cluster" nee
 one of the tables below fails the test: run it, or say why not.
 """
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
+import psutil
 import pytest
 
 from oobleck_jax.live_run import LiveRun
+from oobleck_jax.run_dir import read_contact
 from tests.documents import DOCUMENTS, ROOT, Block, blocks_of, script_of
 from tests.end_to_end.training_runs import await_steps
 
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
-T = TypeVar("T")
-
-LIMIT_S = 240
+LIMIT_S = 240  # for each command
+PATIENCE_S = 10  # for what is told to end
 HOME = ROOT / ".pytest_cache" / "home"  # of the commands: programs that are compiled are kept from run to run
 _GPT = "--preset gpt-test"
 _TINY_LAPTOP = "--width 32 --num-heads 2 --context-length 16 --sequence-length 16 --eval-every 0"  # layers as before
@@ -63,13 +63,14 @@ SMALL_HERE = {
     "make demo": f"{_RUN} --nodes 3 --max-nodes 4 --steps 5 --inject kill:1@1:backward,join@2,kill:0@3:commit",
     "python scripts/train.py --preset gpt-laptop --nodes 5 --plan": f'{_RUN} --plan "0-3,3-6"',
     "python scripts/train.py --nodes 5 --max-nodes 6": f"{_RUN} --steps 6 --inject kill:1@1:backward,join@3",
-    "python scripts/train.py --preset gpt-laptop --nodes 4 --fault": f"{_RUN} --checkpoint-every 2",
+    "python scripts/train.py --preset gpt-laptop --nodes 4 --fault-tolerance 1": f"{_RUN} --checkpoint-every 2",
     "python scripts/train.py --preset gpt2-small --init-from gpt2/ ...": f"{_RUN} --init-from exported/",
     "python scripts/replay.py --live": f"{_GPT} --live-minutes 0.1",
 }
 # Given by another test.
 TESTED = {
     "make test": (".ci/run", "make test"),
+    "pytest tests/test_huggingface.py": (".ci/run", "make test"),
     "pytest -m documents_commands": (".ci/run", ".venv/bin/python -m pytest -n 2 -m documents_commands"),
     "python scripts/chaos.py": (
         "tests/end_to_end/test_chaos.py",
@@ -80,19 +81,19 @@ TESTED = {
         "def test_nodes_that_share_a_device_survive_in_mixed_precision(",
     ),
 }
-EXEMPT = {
-    ". .venv/bin/activate": "the virtual environment is the one of this test",
-    "python3 -m venv": "downloads; `make` does the same",
-    "pip install": "downloads; `make` does the same",
-    "make format": "changes the sources",
-    "ssh -L": "needs another machine",
-}
+EXEMPT = (
+    ". .venv/bin/activate",  # the virtual environment is the one of this test
+    "python3 -m venv",  # `make` does the same
+    "pip install",  # downloads; `make` does the same
+    "make format",  # changes the sources
+    "ssh -L",  # needs another machine
+)
 LONG = {"bench_checkpoint", "bench_memory", "bench_prediction", "bench_recovery", "bench_schedules", "bench_throughput"}
 TRACE = "\n".join([*(f"0,add,n{node}" for node in range(9)), "600000,remove,n2", "1200000,add,n9", "1800000,remove,n0"])
 
 
-def is_long(command: str) -> bool:
-    return script_of(command) in LONG or "--live" in command.split()
+def is_long(block: Block) -> bool:
+    return any(script_of(command) in LONG or "--live" in command.split() for command in block.commands)
 
 
 def blocks() -> list[Block]:
@@ -100,14 +101,13 @@ def blocks() -> list[Block]:
     found = [block for path in DOCUMENTS for block in blocks_of(path) if not block.is_for_cluster]
     run = {script_of(command) for block in found if not block.is_inline for command in block.commands}
     return [
-        block
-        for block in found
-        if not block.is_inline or not is_long(block.commands[0]) or script_of(block.commands[0]) not in run
+        block for block in found if not block.is_inline or not is_long(block) or script_of(block.commands[0]) not in run
     ]
 
 
-def starting_with(command: str, table: Mapping[str, T]) -> T | None:
-    return next((value for beginning, value in table.items() if command.startswith(beginning)), None)
+def beginning_of(command: str, beginnings: Iterable[str]) -> str | None:
+    """Return with which of these words a command begins."""
+    return next((words for words in beginnings if f"{command} ".startswith(f"{words} ")), None)
 
 
 def recipe_of(target: str) -> str:
@@ -120,7 +120,9 @@ def recipe_of(target: str) -> str:
 
 def small(command: str) -> str:
     """Return a command as it is run here; empty: it is not."""
-    if starting_with(command, TESTED) or starting_with(command, EXEMPT):
+    if " && " in command:
+        return " && ".join(filter(None, map(small, command.split(" && "))))
+    if beginning_of(command, TESTED) or beginning_of(command, EXEMPT):
         return ""
     if command.startswith("make "):
         return " && ".join(made_small(part, command) for part in recipe_of(command.split()[1]).split(" && "))
@@ -134,9 +136,9 @@ def made_small(command: str, given: str) -> str:
     script = script_of(command)
     if script is None or "--help" in command:
         return command
-    options = starting_with(given, SMALL_HERE) if script == "train" or "--live" in command else None
+    here = beginning_of(given, SMALL_HERE) if script == "train" or "--live" in command else None
     assert script in SMALL, f"`{command}`: {Path(__file__).name} does not say how to make it small"
-    return f"{command.removesuffix(' ...')} {SMALL[script] if options is None else options}"
+    return f"{command.removesuffix(' ...')} {SMALL[script] if here is None else SMALL_HERE[here]}"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -145,26 +147,42 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(HOME), "TMPDIR": str(folder)}
 
 
-def give(commands: list[str], folder: Path) -> None:
-    """Run commands in one shell; the first that fails fails the test."""
+def give(commands: list[str], folder: Path, *, limit_s: float = LIMIT_S, patience_s: float = PATIENCE_S) -> None:
+    """Run commands in one shell; the first that fails fails the test. Nothing that they started is left."""
     script = "\n".join(commands).replace("python scripts/", f"python {shlex.quote(str(ROOT))}/scripts/")
-    shell = subprocess.Popen(
-        ["bash", "-exo", "pipefail", "-c", script],
-        cwd=folder,
-        env=environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    path = folder.with_name(f"{folder.name}.out")
+    with path.open("wb") as output:
+        shell = subprocess.Popen(
+            ["bash", "-exo", "pipefail", "-c", script],
+            cwd=folder,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    ended = "not in time"
     try:
-        output, _ = shell.communicate(timeout=LIMIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ended = f"with exit code {shell.wait(timeout=limit_s * len(commands))}"
     finally:
         if shell.poll() is None:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-    assert shell.returncode == 0, output
+            os.killpg(shell.pid, signal.SIGTERM)  # runs end their agents then, which have sessions of their own
+        _, left = psutil.wait_procs(processes_of(folder), timeout=patience_s)
+        for process in left:
+            process.kill()
+        shell.wait()
+    assert ended == "with exit code 0", f"ended {ended}:\n{path.read_text(errors='replace')}"
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes that have the environment of the commands of a folder."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
 
 
 def make_what_is_given(text: str, folder: Path) -> list[str]:
@@ -177,42 +195,39 @@ def make_what_is_given(text: str, folder: Path) -> list[str]:
     return []
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveRun, int]]:
-    """A run that goes on, and its port."""
+@pytest.fixture
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    """A run that goes on."""
     folder = tmp_path_factory.mktemp("running")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    flags = f"{_RUN} --nodes 3 --fault-tolerance 1 --steps 100000 --inject slow:0@0:0.1 --trace --port {port}"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "train.py"),
-        *shlex.split(flags),
-        "--run-dir",
-        str(folder / "run"),
-    ]
-    run = LiveRun(folder / "run", command, environment=environment(folder))
+    flags = f"{_RUN} --nodes 3 --fault-tolerance 1 --steps 100000 --inject slow:0@0:0.1"
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *shlex.split(flags)]
+    run = LiveRun(folder / "run", [*command, "--run-dir", str(folder / "run")], environment=environment(folder))
     run.start()
     try:
-        await_steps(run, 13)
-        yield run, port
+        await_steps(run, 1)
+        yield run
     finally:
         run.kill_all()
 
 
 @pytest.fixture(scope="module")
-def run_dir(running: tuple[LiveRun, int]) -> Path:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that is over."""
-    run, _ = running
-    run.interrupt(limit_s=LIMIT_S)
-    return run.run_dir
+    folder = tmp_path_factory.mktemp("over")
+    give([f"python scripts/train.py {_RUN} --steps 13 --trace --run-dir run"], folder)
+    return folder / "run"
 
 
 @pytest.mark.parametrize(
     "block",
     [
         pytest.param(
-            block, id=str(block), marks=[pytest.mark.documents_commands] if is_long(" ".join(block.commands)) else []
+            block,
+            id=str(block),
+            marks=[
+                pytest.mark.timeout(LIMIT_S * (2 + len(block.commands))),  # other than `give`, this ends no agents
+                *([pytest.mark.documents_commands] if is_long(block) else []),
+            ],
         )
         for block in blocks()
     ],
@@ -223,8 +238,11 @@ def test_commands_run(block: Block, tmp_path: Path, request: pytest.FixtureReque
     if "curl" in text:
         if shutil.which("curl") is None:
             pytest.skip("there is no curl")
-        run, port = request.getfixturevalue("running")
-        commands = [command.replace(":7000/", f":{port}/").replace("RUN_DIR", str(run.run_dir)) for command in commands]
+        path = request.getfixturevalue("running").run_dir
+        contact = read_contact(path)
+        assert contact is not None
+        address = f"//{contact.address}/"
+        commands = [re.sub(r"//127.0.0.1:\d+/", address, command).replace("RUN_DIR", str(path)) for command in commands]
         commands = [command.replace("curl ", "curl --fail --silent --show-error ") for command in commands]
     elif "RUN_DIR" in text:
         path = request.getfixturevalue("run_dir")
@@ -246,3 +264,17 @@ def test_a_command_that_nobody_has_thought_of_fails() -> None:
     for command in ("python scripts/absent.py", "docker run image", "pip3 install x"):
         with pytest.raises(AssertionError, match=re.escape(command)):
             small(command)
+        with pytest.raises(AssertionError, match=re.escape(command)):
+            small(f"pip install x && {command}")
+
+
+def test_a_block_is_long_if_one_of_its_commands_is() -> None:
+    commands = ("python scripts/plan.py", "python scripts/bench_memory.py")
+    assert is_long(Block(path=ROOT, number=0, commands=commands))
+    assert not is_long(Block(path=ROOT, number=0, commands=commands[:1]))
+
+
+def test_of_commands_that_do_not_end_nothing_is_left(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ended not in time:\n(.*\n)* *so far\n"):
+        give(["echo so far", "setsid sleep 1000 & sleep 1000"], tmp_path, limit_s=0.5, patience_s=0.5)
+    assert not processes_of(tmp_path)
