@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from oobleck_jax import events
+from oobleck_jax.errors import OobleckError
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.replay.layouts import Layouts
 from oobleck_jax.replay.policies.ours import Ours
@@ -34,7 +35,7 @@ LIMIT_S = 300.0  # for the run to come up, or to end
 NEVER_S = 1e12
 
 
-class LiveError(Exception):
+class LiveError(OobleckError):
     """The run did not do what it must; the message says where its output is."""
 
 

@@ -14,8 +14,7 @@ import msgspec
 import tyro
 
 from oobleck_jax.audit import Audit, audit
-from oobleck_jax.errors import ConfigError
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Check, report; return the exit code."""
-    try:
-        found = audit(arguments.run_dir)
-    except (ConfigError, OSError) as error:
-        print(f"audit.py: {error}", file=sys.stderr)
-        return 2
+    make_room(arguments.json, flag="--json")
+    found = audit(arguments.run_dir)
     print(report(found))
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")

@@ -28,7 +28,7 @@ import tyro
 
 from oobleck_jax import events
 from oobleck_jax.journal import read_journal
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -51,6 +51,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run, compare, print, write."""
+    make_room(arguments.json, flag="--json")
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
         folder = Path(name)
         flags = ["--preset", arguments.preset, "--nodes", str(arguments.nodes), "--eval-every", "0"]

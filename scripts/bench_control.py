@@ -33,7 +33,7 @@ from oobleck_jax.elastic.membership import Membership
 from oobleck_jax.elastic.terms import Proposal, Terms
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.planning.plan import NodeId, Pipeline, Plan, Stage, Template
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 VERSIONS = {"bench": "1"}
@@ -67,6 +67,7 @@ class Cost:
 
 def main(arguments: Arguments) -> int:
     """Measure, print, and write the JSON."""
+    make_room(arguments.json, flag="--json")
     if min(arguments.agents) < 1:
         raise ConfigError(f"--agents is {min(arguments.agents)}; it must be at least 1")
     costs = [measure(number, arguments) for number in arguments.agents]

@@ -30,7 +30,7 @@ from oobleck_jax.planning.estimate import LAPTOP_RATES
 from oobleck_jax.planning.forecast import forecast_stages
 from oobleck_jax.planning.interleave import interleave
 from oobleck_jax.planning.plan import NodeId, Stage, Template
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 _UNLIMITED_BYTES = 1 << 50
@@ -64,6 +64,7 @@ class Row:
 
 def main(arguments: Arguments) -> int:
     """Measure, print a table, and write the JSON."""
+    make_room(arguments.json, flag="--json")
     config = load_preset(arguments.preset)
     config = replace(config, devices_per_node=1, microbatch_size=arguments.microbatch_size or config.microbatch_size)
     if not 1 <= arguments.stages <= config.model.num_layers:

@@ -29,7 +29,7 @@ from oobleck_jax.planning.planner import plan_from
 from oobleck_jax.planning.profile import Profile
 from oobleck_jax.planning.reconfigure import get_ready, reconfigure
 from oobleck_jax.planning.templates import Templates, make_templates
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 TARGETS_S = {"templates_96x64_s": 1.0, "templates_96x32x8_s": 5.0, "plan_1000_s": 0.1, "reconfigure_1000_s": 1.0}
@@ -45,6 +45,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run, print and write all timings."""
+    make_room(arguments.json, flag="--json")
     one_device, eight_devices = large_profile(1), large_profile(8)
     nodes = tuple(NodeId(node) for node in range(1000))
     planning = plan_from(large_templates(one_device), nodes=nodes, fault_tolerance=3)

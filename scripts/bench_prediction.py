@@ -24,7 +24,7 @@ import tyro
 
 from models.presets import load_preset
 from oobleck_jax.config import RunConfig
-from oobleck_jax.errors import OobleckError
+from oobleck_jax.errors import ConfigError, OobleckError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import LIMIT_S, Profiler, place_of
 from oobleck_jax.plan_text import read_plan
@@ -33,7 +33,7 @@ from oobleck_jax.planning.forecast import Forecast, forecast_plan
 from oobleck_jax.planning.plan import Plan
 from oobleck_jax.planning.profile import LayerCost, LayerProfile, Profile, Rate
 from oobleck_jax.propose import make_proposer, memory_per_device
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 from oobleck_jax.session import software_versions
 
 
@@ -86,31 +86,27 @@ class Row:
 
 def main(arguments: Arguments) -> int:
     """Run all rounds, print the table and write the result."""
+    make_room(arguments.json, flag="--json")
     base = replace(load_preset(arguments.preset), microbatch_size=arguments.microbatch_size, nodes=2, eval_every=0)
     cores = available_cores()[:2]
     if len(cores) < 2:
-        print("bench_prediction.py: two cores are needed, one for each node", file=sys.stderr)
-        return 2
+        raise ConfigError("two cores are needed, one for each node")
     cases = cases_of(base.model.num_layers)[: arguments.cases]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         profiles: list[Profile] = []
         times_s: dict[Case, list[float]] = {case: [] for case in cases}
-        try:
-            for number in range(arguments.rounds):
-                profiles.append(measured(arguments.preset, base, folder, cores))
-                for case in cases:
-                    times_s[case] += (steps_s := run(arguments, case, folder, cores))
-                    print(f"round {number + 1}: {case.text} takes {statistics.median(steps_s):.3f} s", flush=True)
-            profile = usual(profiles)
-            favourite = favourite_of(base, profile, cases)
-            for number in range(arguments.rounds if favourite not in cases else 0):
-                times_s.setdefault(favourite, []).extend(steps_s := run(arguments, favourite, folder, cores))
-                median_s = statistics.median(steps_s)
-                print(f"favourite, round {number + 1}: {favourite.text} takes {median_s:.3f} s", flush=True)
-        except (OobleckError, subprocess.SubprocessError) as error:
-            print(f"bench_prediction.py: {error}", file=sys.stderr)
-            return 1
+        for number in range(arguments.rounds):
+            profiles.append(measured(arguments.preset, base, folder, cores))
+            for case in cases:
+                times_s[case] += (steps_s := run(arguments, case, folder, cores))
+                print(f"round {number + 1}: {case.text} takes {statistics.median(steps_s):.3f} s", flush=True)
+        profile = usual(profiles)
+        favourite = favourite_of(base, profile, cases)
+        for number in range(arguments.rounds if favourite not in cases else 0):
+            times_s.setdefault(favourite, []).extend(steps_s := run(arguments, favourite, folder, cores))
+            median_s = statistics.median(steps_s)
+            print(f"favourite, round {number + 1}: {favourite.text} takes {median_s:.3f} s", flush=True)
     rows = [
         Row(
             plan=case.text,
@@ -198,6 +194,8 @@ def run(arguments: Arguments, case: Case, folder: Path, cores: Sequence[int]) ->
         os.sched_setaffinity(0, own)  # what this process starts may use no other cores
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise OobleckError(f"the run of {case.text} did not end within {RUN_LIMIT_S:.0f} s") from None
         finally:
             os.sched_setaffinity(0, before)
         if result.returncode:

@@ -34,7 +34,7 @@ from oobleck_jax import events
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.live_run import LiveRun
 from oobleck_jax.planning.plan import NodeId, Plan
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -82,6 +82,7 @@ def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
 
 def main(arguments: Arguments) -> None:
     """Kill, compare, print, write."""
+    make_room(arguments.json, flag="--json")
     if arguments.kills < 1:
         raise ConfigError(f"--kills is {arguments.kills}; it must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started

@@ -28,7 +28,7 @@ from oobleck_jax.config import ScheduleKind
 from oobleck_jax.events import read_events
 from oobleck_jax.planning.plan import Pipeline
 from oobleck_jax.planning.schedule_kinds import bubble_of_equal_stages
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 from oobleck_jax.timeline import PROGRAMS, Timeline, read_timeline
 
 
@@ -59,6 +59,7 @@ class Measurement:
 
 def main(arguments: Arguments) -> int:
     """Run all rounds, print and write the medians."""
+    make_room(arguments.json, flag="--json")
     runs: dict[str, list[Measurement]] = {schedule: [] for schedule in arguments.schedules}
     for number in range(arguments.rounds):
         for schedule, measurements in runs.items():

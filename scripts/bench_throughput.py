@@ -29,7 +29,7 @@ from models.gpt import GptConfig
 from models.presets import load_preset
 from oobleck_jax.config import OptimizerConfig, Precision, RunConfig
 from oobleck_jax.elastic.worker_process import MALLOC
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 SCRIPTS = Path(__file__).parent
@@ -80,6 +80,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run all rounds of each case, print and write the medians."""
+    make_room(arguments.json, flag="--json")
     cases = {text: Case.parse(text) for text in arguments.cases}
     if arguments.plain_worker:
         (case,) = cases.values()

@@ -20,7 +20,7 @@ from oobleck_jax.chaos import Chaos, draw_strikes, violations_of
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.live_run import LiveRun, LiveRunError
 from oobleck_jax.plan_text import read_plan
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -46,6 +46,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Run, check, print, write; return the exit code."""
+    make_room(arguments.json, flag="--json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     if arguments.nodes < 2:
         raise ConfigError(f"--nodes is {arguments.nodes}; two at least, or nobody is left to go on")

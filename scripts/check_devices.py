@@ -25,9 +25,8 @@ from oobleck_jax import events
 from oobleck_jax.audit import audit
 from oobleck_jax.config import Precision
 from oobleck_jax.dashboard.facts import flops_per_step, peak_flops_per_s
-from oobleck_jax.errors import OobleckError
-from oobleck_jax.live_run import LiveRun, LiveRunError
-from oobleck_jax.script import run_script
+from oobleck_jax.live_run import LiveRun
+from oobleck_jax.script import make_room, run_script
 from scripts.bench_throughput import Case, run_pipeline, run_plain
 
 
@@ -67,17 +66,14 @@ class Survival:
 
 def main(arguments: Arguments) -> int:
     """Kill, compare, print, write; return the exit code."""
+    make_room(arguments.json, flag="--json")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending what was started
     survivals: list[Survival] = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="check-devices-") as folder:
-            for count in arguments.nodes:
-                survivals.append(survive(arguments, count, Path(folder)))
-                print(survivals[-1], flush=True)
-        throughput = compare(arguments, survivals[-1].device if survivals else "")
-    except (LiveRunError, OobleckError) as error:
-        print(f"check_devices.py: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="check-devices-") as folder:
+        for count in arguments.nodes:
+            survivals.append(survive(arguments, count, Path(folder)))
+            print(survivals[-1], flush=True)
+    throughput = compare(arguments, survivals[-1].device if survivals else "")
     result = {"survival": [asdict(survival) for survival in survivals], "throughput": throughput}
     print(json.dumps(throughput, indent=2))
     if arguments.json is not None:

@@ -34,7 +34,7 @@ from oobleck_jax.replay.recovery_costs import read_costs
 from oobleck_jax.replay.score import SLOWER, Score, hold
 from oobleck_jax.replay.timeline import Spending
 from oobleck_jax.replay.trace import Trace, read_trace
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 NUM_NODES = 30
@@ -64,6 +64,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Replay all, print, write, draw; return the exit code."""
+    make_room(arguments.json, flag="--json")
     console = Console()
     began_s = time.monotonic()
     try:

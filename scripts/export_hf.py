@@ -44,9 +44,8 @@ def main(arguments: Arguments) -> int:
             tokenizer = None
             _note(f"no tokenizer is exported: {error}")
         export(arguments.output, saved.params, saved.config.model, tokenizer)
-    except (ConfigError, OSError) as error:
-        _note(str(error))
-        return 2
+    except OSError as error:
+        raise ConfigError(str(error)) from None
     print(f"step {saved.checkpoint.step} of {arguments.run_dir} is in {arguments.output}")
     return 0
 

@@ -26,7 +26,7 @@ from oobleck_jax.plan_tables import print_report
 from oobleck_jax.planning.devices import device_named
 from oobleck_jax.planning.templates import make_templates
 from oobleck_jax.propose import layer_sizes, schedule_of
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, make_room_for_picture, run_script
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
@@ -58,6 +58,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Plan, print, write; return the exit code."""
+    make_room(arguments.json, flag="--json")
+    make_room_for_picture(arguments.plot, flag="--plot")
     console = Console(soft_wrap=False)
     try:
         config = config_of(arguments)

@@ -12,7 +12,7 @@ import tyro
 
 from models.presets import config_from_json
 from oobleck_jax.run_plot import plot_history, read_history
-from oobleck_jax.script import check_picture, run_script
+from oobleck_jax.script import make_room_for_picture, run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Read, draw; return the exit code."""
-    check_picture(arguments.output, flag="--output")
+    make_room_for_picture(arguments.output, flag="--output")
     try:
         preset, config = config_from_json((arguments.run_dir / "config.json").read_text(encoding="utf-8"))
         history = read_history(arguments.run_dir)

@@ -18,12 +18,11 @@ from rich.table import Table
 
 from models.presets import load_preset
 from oobleck_jax.config import Precision, Remat, RunConfig
-from oobleck_jax.errors import OobleckError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.measured_profile import Profiler, cache_folder, place_of
 from oobleck_jax.planning.devices import device_named, rates_of
 from oobleck_jax.planning.profile import Profile, profile_to_json
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 from oobleck_jax.session import software_versions
 
 
@@ -48,12 +47,9 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Profile, print a table, and write the JSON."""
-    try:
-        config = _config(arguments)
-        profile = _measured(config, arguments.preset) if arguments.device is None else _estimated(config, arguments)
-    except OobleckError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    make_room(arguments.output, flag="--output")
+    config = _config(arguments)
+    profile = _measured(config, arguments.preset) if arguments.device is None else _estimated(config, arguments)
     _show(profile)
     if arguments.output is not None:
         arguments.output.write_bytes(profile_to_json(profile) + b"\n")

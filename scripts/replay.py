@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import track
 
 from oobleck_jax.config import RunConfig
-from oobleck_jax.errors import ConfigError
 from oobleck_jax.launch import available_cores
 from oobleck_jax.planning.devices import device_named
 from oobleck_jax.replay.generate import generate_trace, parse_recipe
@@ -36,7 +35,7 @@ from oobleck_jax.replay.sweep import Sweep, parse_sweep
 from oobleck_jax.replay.tables import scores_table, settings_table, sweep_table
 from oobleck_jax.replay.trace import Trace, read_trace
 from oobleck_jax.replay.workload import Workload
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, make_room_for_picture, run_script
 from oobleck_jax.target import config_of, memory_of, profile_of
 
 
@@ -82,17 +81,15 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Replay, print, write; return the exit code."""
+    make_room(arguments.json, flag="--json")
+    make_room_for_picture(arguments.plot, flag="--plot")
     console = Console()
-    try:
-        config = config_of(arguments)
-        if arguments.live:
-            return _live(arguments, config, console)
-        if arguments.sweep is not None:
-            return _sweep(arguments, parse_sweep(arguments.sweep), config, console)
-        contest = contest_of(arguments, config)
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    config = config_of(arguments)
+    if arguments.live:
+        return _live(arguments, config, console)
+    if arguments.sweep is not None:
+        return _sweep(arguments, parse_sweep(arguments.sweep), config, console)
+    contest = contest_of(arguments, config)
     console.print(scores_table(contest))
     console.print(settings_table(contest))
     if arguments.json is not None:
@@ -173,7 +170,7 @@ def _sweep(arguments: Arguments, sweep: Sweep, config: RunConfig, console: Conso
 
 def _live(arguments: Arguments, config: RunConfig, console: Console) -> int:
     """Play a trace for real, simulate it, compare."""
-    from oobleck_jax.live_replay import LiveError, LiveRun, compare, short_trace
+    from oobleck_jax.live_replay import LiveRun, compare, short_trace
 
     num_nodes = arguments.nodes or max(min(len(available_cores()), 4), 2)
     tolerance = 1 if arguments.fault_tolerance is None else arguments.fault_tolerance
@@ -201,9 +198,6 @@ def _live(arguments: Arguments, config: RunConfig, console: Console) -> int:
         console.print(f"a step takes {usual_step_s:.3g} s; now {trace.duration_s:.0f} s of trace")
         measured = run.play(trace, console.print)
         recoveries_s = run.recoveries_s()
-    except LiveError as error:
-        print(f"LiveError: {error}", file=sys.stderr)
-        return 1
     finally:
         run.end()
     costs, _ = read_costs(recovery=arguments.recovery, hosts_vanish=False)

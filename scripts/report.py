@@ -12,7 +12,7 @@ import tyro
 
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.report import read_report, write_report
-from oobleck_jax.script import run_script
+from oobleck_jax.script import make_room, run_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Read, write; return the exit code."""
+    make_room(arguments.output, flag="--output")
     try:
         report = read_report(arguments.run_dir)
         write_report(report, arguments.output)

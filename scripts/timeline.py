@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from oobleck_jax.errors import ConfigError
-from oobleck_jax.script import check_picture, run_script
+from oobleck_jax.script import make_room_for_picture, run_script
 from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
 
 
@@ -30,14 +30,10 @@ class Arguments:
 
 def main(arguments: Arguments) -> int:
     """Read, write; return the exit code."""
-    try:
-        check_picture(arguments.output, flag="--output", besides=(".json",))
-        steps = _range(arguments.steps)
-        timeline = read_timeline(arguments.run_dir, steps=steps)
-    except (ConfigError, OSError) as error:
-        print(f"timeline.py: {error}", file=sys.stderr)
-        return 2
-    if arguments.output.suffix == ".json":
+    make_room_for_picture(arguments.output, flag="--output", besides=(".json",))
+    steps = _range(arguments.steps)
+    timeline = read_timeline(arguments.run_dir, steps=steps)
+    if arguments.output.suffix.lower() == ".json":
         write_chrome(timeline, arguments.output)
     else:
         what = "all steps" if steps is None else f"steps {steps.start} to {steps.stop - 1}"

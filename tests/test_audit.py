@@ -16,6 +16,7 @@ from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.errors import ConfigError, DataError, ObjectStoreError
 from oobleck_jax.journal import read_journal
+from oobleck_jax.script import run_script
 from scripts.audit import Arguments, main
 from tests.checkpoint.checkpoints import save
 from tests.elastic.plans import plan_of
@@ -181,7 +182,7 @@ def test_the_script_reports_in_words_and_json(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "config.json").write_text(config_to_json("gpt-test", CONFIG))
     assert main(Arguments(run_dir=tmp_path)) == 1
     assert "VIOLATION" in capsys.readouterr().out
-    assert main(Arguments(run_dir=tmp_path / "absent")) == 2
+    assert run_script(main, Arguments(run_dir=tmp_path / "absent")) == 2
 
 
 def test_texts_of_another_python_are_not_compared(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from oobleck_jax import events
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.execution.recorder import Activity, FileRecorder, NoRecorder, Stopwatch, make_recorder
 from oobleck_jax.planning.plan import NodeId
+from oobleck_jax.script import run_script
 from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
 from scripts.timeline import Arguments, main
 from tests.test_progress import incident
@@ -92,13 +93,13 @@ def test_the_picture_names_activities_and_incidents(run_dir, tmp_path):
 
 
 def test_the_script_writes_by_the_ending_of_the_name(run_dir, tmp_path, capsys):
-    assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.json", steps="0:1")) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.JSON", steps="0:1")) == 0
+    assert json.loads((tmp_path / "a.JSON").read_text())["traceEvents"]
     assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert main(Arguments(run_dir=run_dir, output=tmp_path / "b.png", steps="5:2")) == 2
+    assert run_script(main, Arguments(run_dir=run_dir, output=tmp_path / "b.png", steps="5:2")) == 2
     assert "--steps 5:2 is not FIRST:END" in capsys.readouterr().err
-    assert main(Arguments(run_dir=tmp_path / "trace", output=tmp_path / "b.png")) == 2
+    assert run_script(main, Arguments(run_dir=tmp_path / "trace", output=tmp_path / "b.png")) == 2
     assert "start the run with --trace" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from oobleck_jax.script import run_script
 from scripts.replay import Arguments, main
 
 
@@ -39,8 +40,8 @@ def test_sweeps_replay_for_each_value(arguments: Arguments, tmp_path: Path) -> N
 
 
 def test_what_cannot_be_replayed_is_said_in_one_line(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(replace(arguments, policies="ours,theirs")) == 2
+    assert run_script(main, replace(arguments, policies="ours,theirs")) == 2
     assert "--policies theirs is not known; there are oracle, ours" in capsys.readouterr().err
-    assert main(replace(arguments, trace="poisson:every=3")) == 2
-    assert main(replace(arguments, sweep="mtbf=60,600")) == 2
+    assert run_script(main, replace(arguments, trace="poisson:every=3")) == 2
+    assert run_script(main, replace(arguments, sweep="mtbf=60,600")) == 2
     assert "needs a recipe" in capsys.readouterr().err
