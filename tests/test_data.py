@@ -161,7 +161,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     refused(run_config(path), "is empty")
     header_path(path).unlink()
     path.write_bytes(whole[:-1])
-    refused(run_config(path), "399 bytes, not a multiple of the 2 bytes of uint16")
+    refused(
+        run_config(path),
+        "399 bytes, not a multiple of the 2 bytes of uint16: truncated, or another type; copy it again",
+    )
     refused(run_config(path, data_dtype="int64"), "--data-dtype is 'int64'; it must be one of uint16, uint32")
 
 
@@ -206,7 +209,10 @@ def test_too_few_tokens_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "numbers.bin"
     write_token_file(path, [np.arange(20, dtype=np.uint16)], vocab_size=20, tokenizer="numbers")
     refused(run_config(path, sequence_length=16), "has 15 tokens for training, a sample needs 17")
-    refused(run_config(path), "an evaluation needs 2 samples .* 0.25 of .* gives 0 of 8 tokens.*--eval-every 0")
+    refused(
+        run_config(path),
+        "an evaluation needs 2 samples .* 0.25 of .* gives 0 of 8 tokens; change one of them, or give --eval-every 0",
+    )
     check_data(run_config(path, eval_every=0))
 
 

@@ -113,7 +113,7 @@ def test_names_without_prefix_and_several_files_are_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("n_layer", 5, r"n_layer is 5, the model has 3 \(--num-blocks\)"),
+        ("n_layer", 5, r"does not fit the model: n_layer is 5, the model has 3 \(--num-blocks\)"),
         ("model_type", "llama", "model_type is llama, the model has gpt2"),
         ("activation_function", "relu", "activation_function is relu, the model has gelu_new"),
         ("layer_norm_epsilon", 1e-6, "layer_norm_epsilon is 1e-06"),
@@ -141,7 +141,7 @@ def test_a_damaged_or_foreign_directory_is_refused(tmp_path: Path) -> None:
         init_from(tmp_path, CONFIG)
     del tensors[name]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"has no tensor 'h\.1\.mlp\.c_fc\.bias'"):
+    with pytest.raises(ConfigError, match=r"has no tensor 'h\.1\.mlp\.c_fc\.bias'; is it a GPT-2\?"):
         init_from(tmp_path, CONFIG)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):

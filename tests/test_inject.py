@@ -29,7 +29,7 @@ def test_the_default_moment_is_forward():
     ("text", "message"),
     [
         ("explode:1@2", "give kill:NODE@STEP"),
-        ("kill:1", "give kill:NODE@STEP"),
+        ("kill:1", r"slow:NODE@STEP\[:SECONDS\], join@STEP or coordinator@STEP"),
         ("kill:1@2:lunch", "lunch is no moment; choose from forward"),
         ("slow:1@2:much", "much is no number of seconds"),
         ("join:1@2", "give kill:NODE@STEP"),

@@ -58,7 +58,7 @@ def test_a_run_that_does_not_end_is_killed(tmp_path: Path):
     with pytest.raises(LiveRunError, match="no step 5 within 0 s"):
         run.wait("step 5", lambda: run.num_steps > 5, limit_s=0.1)
     run.wait("output", lambda: run.output.read_text(), limit_s=60.0)
-    with pytest.raises(LiveRunError, match="did not end within 0 s"):
+    with pytest.raises(LiveRunError, match="the run did not end within 0 s"):
         run.interrupt(limit_s=0.1)
     assert run.process is not None
     assert run.process.poll() == -9

@@ -86,12 +86,12 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(tmp_path: Path) -
         with pytest.raises(error, match=message):
             prepare(Arguments(**({"input": (str(text),), "output": output} | arguments)))  # pyright: ignore[reportArgumentType]
 
-    refused(r"must end in \.bin", output=tmp_path / "tokens")
-    refused("needs --tokenizer", end_of_text="<end>")
+    refused(r"must end in \.bin; its header goes to a \.json beside it", output=tmp_path / "tokens")
+    refused("--end-of-text needs --tokenizer: with bytes", end_of_text="<end>")
     refused("does not exist", tokenizer=tmp_path / "missing.json")
     refused("is not a tokenizer.json", tokenizer=text)
     refused("'<end>' is not a token of", tokenizer=tokenizer, end_of_text="<end>")
-    refused(r"text\.txt is not UTF-8", DataError, tokenizer=tokenizer)
+    refused(r"text\.txt is not UTF-8 text .*convert it, or leave out --tokenizer", DataError, tokenizer=tokenizer)
     text.write_bytes(b"")
     refused("nothing to write", DataError)
     assert not output.exists()

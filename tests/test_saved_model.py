@@ -21,6 +21,7 @@ from oobleck_jax.execution.state import GroupState
 from oobleck_jax.huggingface import init_from
 from oobleck_jax.sampling import WholeModel, sample
 from oobleck_jax.saved_model import load_model
+from oobleck_jax.script import run_script
 from oobleck_jax.tokenizer import byte_tokenizer
 from scripts import export_hf, generate
 from tests.checkpoint.checkpoints import files, manifest
@@ -107,7 +108,7 @@ def test_generated_text_begins_with_the_prompt_and_depends_on_the_seed(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": ""}, "--prompt is empty"),
+        ({"prompt": ""}, "--prompt is empty; give at least one token"),
         ({"temperature": -1.0}, "--temperature is -1.0; it must not be negative"),
         ({"step": 5}, "there are those of the steps 3, 7"),
     ],
@@ -170,5 +171,6 @@ def test_only_a_gpt_is_exported(run_dir: Path, tmp_path: Path, monkeypatch: pyte
     saved = load_model(run_dir, step=None, on_damage=pytest.fail)
     toy = load_preset(f"{Path(__file__).parent / 'models' / 'toy_model.py'}:toy")
     monkeypatch.setattr(export_hf, "load_model", lambda *_, **__: dataclasses.replace(saved, config=toy))
-    assert export_hf.main(export_hf.Arguments(run_dir=run_dir, output=tmp_path / "exported")) == 2
+    arguments = export_hf.Arguments(run_dir=run_dir, output=tmp_path / "exported")
+    assert run_script(export_hf.main, arguments) == 2
     assert "trains no GPT-2, but a ToyConfig" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_steps_can_be_chosen(run_dir):
     assert {record.step for trace in timeline.traces for record in trace.records} == {1}
     assert len(timeline.incidents) == 1
     assert read_timeline(run_dir, steps=range(1)).incidents == ()  # it was later
-    with pytest.raises(ConfigError, match="has nothing of steps"):
+    with pytest.raises(ConfigError, match=r"has nothing of steps .*; it may not have come that far"):
         read_timeline(run_dir, steps=range(7, 9))
 
 
@@ -98,7 +98,7 @@ def test_the_script_writes_by_the_ending_of_the_name(run_dir, tmp_path, capsys):
     assert main(Arguments(run_dir=run_dir, output=tmp_path / "a.png")) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert run_script(main, Arguments(run_dir=run_dir, output=tmp_path / "b.png", steps="5:2")) == 2
-    assert "--steps 5:2 is not FIRST:END" in capsys.readouterr().err
+    assert "--steps 5:2 is not FIRST:END, such as 10:20" in capsys.readouterr().err
     assert run_script(main, Arguments(run_dir=tmp_path / "trace", output=tmp_path / "b.png")) == 2
     assert "start the run with --trace" in capsys.readouterr().err
 

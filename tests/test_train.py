@@ -50,10 +50,23 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "gpt3-huge"], "there is no preset 'gpt3-huge'"),
-        (["--nodes", "2", "--fault-tolerance", "2"], "--nodes 2 is too few for --fault-tolerance 2"),
+        (["--preset", "gpt3-huge"], "and a preset of your own is given as path/to/file.py:function"),
+        (
+            ["--nodes", "2", "--fault-tolerance", "2"],
+            "--nodes 2 is too few for --fault-tolerance 2, which needs 3 pipelines; add nodes, or lower",
+        ),
         (["--nodes", "0"], "--nodes is 0"),
-        (["--schedule", "zb-h1", "--remat", "layer"], "--schedule zb-h1 splits the backward pass, which --remat layer"),
+        (["--remat", "auto", "--profile", "a.json"], "--remat auto compares what policies cost, but --profile a.json"),
+        (["--microbatch-size", "2", "--devices-per-node", "3"], "make one a multiple of the other, or give"),
+        (
+            ["--global-batch-size", "4", "--microbatch-size", "4", "--nodes", "2", "--fault-tolerance", "1"],
+            "but --fault-tolerance 1 needs 2 pipelines with one each; lower --microbatch-size",
+        ),
+        (
+            ["--preset", f"{Path(__file__).parent / 'models' / 'toy_model.py'}:toy", "--init-from", "a"],
+            "--init-from a: only a GPT can begin with the parameters of a GPT-2",
+        ),
+        (["--schedule", "zb-h1", "--remat", "layer"], "--remat layer begins with computing again; give --remat none"),
         (["--global-batch-size", "10", "--microbatch-size", "4"], "--global-batch-size 10 is not a multiple"),
         (["--data", "absent.bin"], "absent.bin"),
         (["--vocab-size", "16"], "vocabulary has 16"),
@@ -71,11 +84,20 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--join", "."], "--join .: there is no run in this directory"),
         (["--patience", "0"], "--patience is 0.0; it must be positive"),
         (["--plan", "0-3,3-7"], "pipeline 0 covers 7 layers, the model has 6"),
-        (["--plan", "0-3,3-6"], "--plan uses 2 nodes ([0, 1]), but --nodes 1 gives only [0]: [1] are missing"),
-        (["--plan", "0-6", "--fault-tolerance", "1"], "--plan has 1 pipelines, but --fault-tolerance 1 needs 2"),
+        (
+            ["--plan", "0-3,3-6"],
+            "--plan uses 2 nodes ([0, 1]), but --nodes 1 gives only [0]: [1] are missing; raise --nodes to 2",
+        ),
+        (
+            ["--plan", "0-6", "--fault-tolerance", "1"],
+            "--fault-tolerance 1 needs 2; add pipelines, or lower --fault-tolerance",
+        ),
         (["--plan", "nonsense"], "'nonsense' is not a stage"),
         (["--plan", "absent.json"], "absent.json: No such file"),
-        (["--coordinator-address", "10.0.0.1:8471", "--num-processes", "2", "--process-id", "0"], "needs a token"),
+        (
+            ["--coordinator-address", "10.0.0.1:8471", "--num-processes", "2", "--process-id", "0"],
+            "needs a token that all nodes know",
+        ),
         (["--coordinator-address", "here", "--num-processes", "2", "--process-id", "0"], "here is not HOST:PORT"),
         (["--token", "a", "--token-file", "b"], "give --token or --token-file, not both"),
         (["--token-file", "absent"], "--token-file absent: No such file"),
@@ -511,7 +533,7 @@ def test_a_run_whose_processes_were_all_killed_goes_on_from_its_newest_checkpoin
     other = launch.start("--nodes", "2", "--steps", "350", "--seed", "3")
     _, err = other.communicate(timeout=LIMIT_S)
     assert other.returncode == 2
-    assert "the checkpoint of step 349 is of another run; they differ in seed 0 (saved) and 3 (now)" in err
+    assert "is of another run; they differ in seed 0 (saved) and 3 (now). Use the same settings, or another" in err
 
 
 @pytest.mark.process

@@ -132,7 +132,7 @@ def test_actions_that_cannot_be_done_say_why() -> None:
     async def use(client, dashboard, done) -> None:
         for action, body, status, words in (
             ("kill", '{"node": 9}', 409, "there is no node 9"),
-            ("kill", "", 409, "kill needs a node"),
+            ("kill", "", 409, 'kill needs a node: {"node": 0}'),
             ("checkpoint", "", 409, "this run saves nothing"),
             ("explode", "", 400, "there are drain, kill, checkpoint, stop"),
             ("drain", '{"node": "all"}', 400, "Expected `int | null`, got `str`"),
@@ -141,7 +141,7 @@ def test_actions_that_cannot_be_done_say_why() -> None:
         ):
             answer = await client.post(f"/actions/{action}", headers=WITH_TOKEN, data=body)
             assert answer.status == status
-            assert words in await answer.text()
+            assert words in (await answer.text()).replace("\\", "")
         assert (await client.get("/actions/stop", headers=WITH_TOKEN)).status == 405
         assert done.calls == []
 

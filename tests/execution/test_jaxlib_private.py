@@ -95,7 +95,10 @@ def test_what_is_missing_is_named_with_the_version_and_the_way_out(monkeypatch: 
     import jaxlib._jax
 
     monkeypatch.delattr(jaxlib._jax, "get_distributed_runtime_service")
-    with pytest.raises(UnsupportedJax, match=r"jaxlib \d+\.\d+.* has no `jaxlib._jax.get_distributed.*install"):
+    with pytest.raises(
+        UnsupportedJax,
+        match=r"jaxlib \d+\.\d+.* has no `jaxlib._jax.get_distributed.*`, which this package needs; install",
+    ):
         jaxlib_private.start_coordination_service("127.0.0.1:0", 1)
 
 

@@ -85,7 +85,8 @@ def test_a_model_that_cannot_be_shared_out_says_so():
         check_config(replace(toy, tensor_parallel=True))
     block = CONFIG.model.build().layers[1]
     with pytest.raises(
-        ConfigError, match=r"of kind block has dim 1 of mlp.kernel, but its own parameters are .*mlp_in"
+        ConfigError,
+        match=r"tensor_dims of a layer of kind block has dim 1 of mlp.kernel, but its own parameters are .*mlp_in",
     ):
         LayerFunctions(replace(block, tensor_dims=(("mlp.kernel", 1),)))
 

@@ -90,9 +90,9 @@ def test_layers_are_embedding_blocks_and_head() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 3}, "width 16 is not a multiple of its 3 heads"),
+        ({"num_heads": 3}, "width 16 is not a multiple of its 3 heads; change one of them"),
         ({"num_blocks": 0}, "num_blocks is 0"),
-        ({"dropout_rate": 1.0}, r"dropout_rate is 1\.0"),
+        ({"dropout_rate": 1.0}, r"the model's dropout_rate is 1\.0"),
     ],
     ids=str,
 )

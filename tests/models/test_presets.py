@@ -102,3 +102,17 @@ def test_a_model_of_the_users_own_is_one_file() -> None:
     model = config.model.build()
     assert len(model.layers) == config.model.num_layers == 5
     assert type(load_preset(TOY).model) is type(config.model)
+
+
+def test_a_file_that_has_no_such_preset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--preset: there is no file .*absent\.py \(looked for it in "):
+        load_preset(f"{tmp_path / 'absent.py'}:toy")
+    with pytest.raises(ConfigError, match="has no function 'toys' that returns a RunConfig"):
+        load_preset(f"{TOY}s")
+
+
+def test_a_configuration_that_lacks_something_is_refused() -> None:
+    fields = json.loads(config_to_json("gpt-test", load_preset("gpt-test")))
+    del fields["steps"]
+    with pytest.raises(ConfigError, match=r"lacks .steps.; was it written by another version\?"):
+        config_from_json(json.dumps(fields))

@@ -9,7 +9,9 @@ from oobleck_jax.planning.estimate import estimate_profile, gpt_sizes
 
 
 def test_unknown_device_names_the_known_ones() -> None:
-    with pytest.raises(PlanError, match=r"--device a41 is not known; there are .*a40, a100-40gb"):
+    with pytest.raises(
+        PlanError, match=r"--device a41 is not known; there are .*a40, a100-40gb.*\. Or give a measured --profile"
+    ):
         device_named("a41")
 
 

@@ -19,6 +19,12 @@ ON_ONE_DEVICE = replace(
 )
 
 
+def with_last_stage(**changes: int) -> Plan:
+    first, second = FIRST.template.stages
+    template = replace(FIRST.template, stages=(first, replace(second, **changes)))  # pyright: ignore[reportArgumentType]
+    return replace(PLAN, pipelines=(replace(FIRST, template=template), SECOND))
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -33,8 +39,19 @@ ON_ONE_DEVICE = replace(
             replace(PLAN, pipelines=(FIRST, replace(SECOND, num_microbatches=0))),
             "has 0 microbatches; each needs at least 1",
         ),
-        (Plan(pipelines=(FIRST,)), "microbatches in all, the global batch has"),
-        (replace(PLAN, pipelines=(FIRST, replace(SECOND, schedule=ScheduleKind.AUTO))), "pipeline 1 has schedule auto"),
+        (
+            Plan(pipelines=(FIRST,)),
+            "the global batch has .*; change num_microbatches of the pipelines so that they add up",
+        ),
+        (
+            replace(PLAN, pipelines=(FIRST, replace(SECOND, schedule=ScheduleKind.AUTO))),
+            "1 has schedule auto, which is not one",
+        ),
+        (
+            with_last_stage(first_layer=3),
+            r"stage 1 has layers .* but must begin at layer . and hold at least one \(end_layer is exclusive\)",
+        ),
+        (with_last_stage(num_devices=2), r"stage 1 uses devices 0\.\.1 of a node that has 1"),
         (
             replace(PLAN, pipelines=(ON_ONE_DEVICE, SECOND)),
             "device 0 of its node 0 in two stages; give each its own",

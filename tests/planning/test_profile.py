@@ -31,12 +31,19 @@ def test_broken_profile_is_refused() -> None:
     free = dataclasses.replace(layer.costs[0], forward_s=-1.0)
     broken = {
         "the profile has no layer": dataclasses.replace(profile, layers=()),
-        "layer 0 .* must ascend": dataclasses.replace(profile, layers=(dataclasses.replace(layer, costs=()),)),
+        "layer 0 .* has costs for .* devices; they must ascend from 1 on": dataclasses.replace(
+            profile, layers=(dataclasses.replace(layer, costs=()),)
+        ),
         "layer 0 .* has a negative time or size": dataclasses.replace(
             profile, layers=(dataclasses.replace(layer, costs=(free,)),)
         ),
+        "updates take -1.0 seconds per byte; they cannot take less than none": dataclasses.replace(
+            profile, update_s_per_byte=-1.0
+        ),
         "tied group tied lists layers": dataclasses.replace(profile, layers=(layer,)),
-        "rates above 0": dataclasses.replace(profile, tied_groups=(), link=Rate(bytes_per_s=0.0, latency_s=0.0)),
+        "link and sum need rates above 0": dataclasses.replace(
+            profile, tied_groups=(), link=Rate(bytes_per_s=0.0, latency_s=0.0)
+        ),
     }
     for message, value in broken.items():
         with pytest.raises(PlanError, match=message):

@@ -117,6 +117,20 @@ def test_stages_of_a_lane_count_together_S2() -> None:
         check_schedule(rows, num_stages=4, num_microbatches=1, limits=(1, 2))
 
 
+def test_what_never_ends_is_no_time_line() -> None:
+    schedule = parse_rows("0B0 0F0", "1F0 1B0")
+    costs = [StageCost(forward_s=1.0, backward_s=1.0, weight_s=0.0)] * 2
+    for run in (
+        lambda: simulate(schedule, costs),
+        lambda: stage_ends(schedule, costs, [0.0]),
+        lambda: merge_for_node(schedule, (0,), costs),
+    ):
+        with pytest.raises(PlanError, match=r"the schedule never ends: .* waits for ever; see check_schedule"):
+            run()
+    with pytest.raises(PlanError, match="has 2 rows of actions, the pipeline has 1 lanes"):
+        check_schedule(schedule, num_stages=2, num_microbatches=1, limits=(1,))
+
+
 def test_circular_wait_is_refused_S3() -> None:
     rows = parse_rows("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
     with pytest.raises(

@@ -15,7 +15,7 @@ def test_parse_undoes_render(form: Form) -> None:
 
 
 def test_text_that_is_no_action_is_refused() -> None:
-    with pytest.raises(PlanError, match="'0X1' is not an action"):
+    with pytest.raises(PlanError, match="'0X1' is not an action; write stage, F, B or W"):
         parse("0F0 0X1")
 
 

@@ -55,5 +55,5 @@ def test_a_file_that_is_no_result_is_refused_with_the_name_of_the_program(tmp_pa
     wrong.write_text('{"bytes": 1}', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"is no result of bench_checkpoint\.py"):
         read_costs(checkpoint=wrong)
-    with pytest.raises(ConfigError, match=r"bench_recovery\.py"):
+    with pytest.raises(ConfigError, match=r"No such file or directory; it should hold a result of bench_recovery\.py"):
         read_costs(recovery=tmp_path / "absent.json")

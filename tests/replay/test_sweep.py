@@ -12,7 +12,7 @@ def test_sweeps_are_ranges_or_lists() -> None:
 def test_a_value_goes_into_the_recipe() -> None:
     sweep = parse_sweep("mtbf=600,60")
     assert sweep.in_recipe("bursts:mtbf=1,size=4", 600) == "bursts:mtbf=600,size=4"
-    with pytest.raises(ConfigError, match="needs a recipe"):
+    with pytest.raises(ConfigError, match="--sweep mtbf needs a recipe as --trace, such as poisson"):
         sweep.in_recipe("trace.csv", 600)
 
 

@@ -57,6 +57,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv")
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(TraceError, match=r"a\.csv is no text: "):
+        read_trace(tmp_path / "a.csv", seed=0)
+
+
 def test_nodes_that_come_later_have_to_start_and_those_that_leave_before_were_never_live() -> None:
     trace = parse_trace("0,add,a\n1000,add,b\n2000,add,c\n30000,remove,b\n90000,remove,c\n", name="t").starting(45)
     assert trace.changes == (Change(time_s=0.0, joined=(0,)), Change(time_s=47.0, joined=(2,)))
