@@ -39,17 +39,19 @@ def read_contact(run_dir: Path) -> Contact | None:
         raise ConfigError(f"{run_dir / 'coordinator.json'} cannot be read: {error}") from None
 
 
-def make_log_dir(run_dir: Path) -> Path:
-    """Make a run directory, and return the folder in it for the logs of nodes.
+def make_log_dir(run_dir: Path | None) -> Path | None:
+    """Make a run directory, and return the folder in it for the logs of nodes; None: there is none.
 
     Raises:
         ConfigError: it cannot be made.
     """
+    if run_dir is None:
+        return None
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir} cannot be used: {error.strerror}; choose another") from None
-    return run_dir / "logs"
+    return run_dir.resolve() / "logs"
 
 
 class RunDir:

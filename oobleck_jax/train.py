@@ -113,7 +113,9 @@ def _run(line: CommandLine, *, has_nodes: bool, worker_command: tuple[str, ...])
     if process is not None and process.process_id > 0:
         node = NodeId(process.process_id)
         address = f"{process.host}:{process.port}"
-        return asyncio.run(run_agent(nodes.agent(address, config=config, node=node, log_dir=nodes.make_log_dir())))
+        return asyncio.run(
+            run_agent(nodes.agent(address, config=config, node=node, log_dir=make_log_dir(line.run.run_dir)))
+        )
 
     run_path = line.run.run_dir or _default_run_dir(line.run.preset)
     store = CheckpointStore(checkpoint_folder(line.run.checkpoint_dir, run_path))
@@ -269,7 +271,7 @@ class _Nodes:
         """
         config = self.line.config
         if not Path(where).is_dir():
-            return self.agent(where, config=config, node=None, log_dir=self.make_log_dir())
+            return self.agent(where, config=config, node=None, log_dir=make_log_dir(self.line.run.run_dir))
         contact = read_contact(Path(where))
         if contact is None:
             raise ConfigError(f"--join {where}: there is no run in this directory")
@@ -279,15 +281,6 @@ class _Nodes:
             token=self.token or contact.token,
             tls_authority=self.tls_authority or contact.tls_authority,
         )
-
-    def make_log_dir(self) -> Path | None:
-        """Make the folder for the log of this machine's node; None: it goes where this process prints.
-
-        Raises:
-            ConfigError: it cannot be made.
-        """
-        run_dir = self.line.run.run_dir
-        return None if run_dir is None else make_log_dir(run_dir).resolve()
 
     def agent(self, address: str, *, config: RunConfig, node: NodeId | None, log_dir: Path | None) -> AgentOptions:
         """Return the options of an agent that joins the coordinator at `address`.

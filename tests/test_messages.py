@@ -13,6 +13,8 @@ QUOTED = 20  # characters in a row of the longest piece of a message that are en
 # Messages that no test of this suite quotes.
 UNMET = {
     "does not fit this model and optimizer:",  # a checkpoint of another optimizer: other settings are refused before
+    "has no record in its manifest",  # of checkpoints
+    "has one of *?[], which stand for other characters there",  # of --checkpoint-dir
     "steps are committed)",  # a run of scripts/chaos.py that stands still
     "the coordinator cannot go on:",  # a disk that fails in the middle of a run
     # These are met by runs of scripts that take minutes, and go well where they are tested.
@@ -32,7 +34,14 @@ NO_WORDS: set[tuple[str, str]] = {
         "CheckpointDamaged(what, step=int(match[1]) if match else None, group=None, file=path)",
     ),
     ("oobleck_jax/checkpoint/store.py", "CheckpointUnwritable(folder / MANIFEST, str(error.strerror))"),
-    ("oobleck_jax/checkpoint/writer.py", "CheckpointUnwritable(path, _cause(error))"),
+    ("oobleck_jax/checkpoint/writer.py", "CheckpointUnwritable(folder / group, cause_of(error))"),
+    ("oobleck_jax/checkpoint/object_store.py", "ObjectStoreError(path, cause_of(errors[-1]))"),
+    ("oobleck_jax/checkpoint/object_store.py", "ObjectStoreError(path, f'no answer within {limit_s:.0f} s')"),
+    (
+        "oobleck_jax/checkpoint/store.py",
+        "CheckpointDamaged(found[1], step=self.step, group=group, file=folder / found[0])",
+    ),
+    ("oobleck_jax/saved_states.py", "CheckpointUnreadable(str(error), step=point.step, group=group)"),
     ("oobleck_jax/elastic/coordinator.py", "ActionRefused(why)"),
     ("oobleck_jax/options.py", "ConfigError(WHY_NOT_FLOAT16)"),
     ("oobleck_jax/train.py", "ConfigError(past.why_not(run_dir.path))"),
