@@ -4,11 +4,6 @@ Each kind of layer is looked at once, since layers of equal kind cost the same. 
 stage; estimating lowers the same mathematics with shapes only, so that a model of any size can be profiled on a laptop.
 """
 
-import math
-import os
-import statistics
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,9 +17,9 @@ from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, functions_of, input_specs, num_elements
 from oobleck_jax.execution.layout import groups_of, own_group
-from oobleck_jax.execution.pace import Pace
 from oobleck_jax.execution.program_memory import temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
+from oobleck_jax.execution.span_times import measure_span, median_s, tree_bytes
 from oobleck_jax.execution.state import GroupState, StateBuilder
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.estimate import DeviceRates, adamw_state, shared_cost, update_s_per_byte
@@ -36,8 +31,6 @@ Functions: TypeAlias = dict[str, LayerFunctions]
 """Of each kind of layer."""
 
 _REPETITIONS = 9  # timed runs of a program
-_LIMIT_S = 3.0  # after this, two of them are enough
-_MOST_BYTES = 1 << 28  # of parameters, gradients and what is kept: far more than any cache has
 
 
 def measure_profile(
@@ -71,7 +64,8 @@ def measure_profile(
             devices = home.stage_devices(range(count))
             span = _span(config, model, functions, kind, x_specs[kind], home, devices)
             num_spans = -(-sum(layer.kind == kind for layer in model.layers) // span.key.num_layers)
-            costs[kind].append(_measure(span, num_spans, repetitions, _temporary_bytes(config, model, functions, span)))
+            num_bytes = _temporary_bytes(config, model, functions, span)
+            costs[kind].append(measure_span(span, num_spans, repetitions, num_bytes))
             outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
     progress("update", len(kinds) * len(device_counts), len(kinds) * len(device_counts))
     update_s_per_byte = _measure_update(config, model, functions, x_specs, home, repetitions)
@@ -112,8 +106,8 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
         # Of as many layers as are scanned together; times are of one, because XLA counts what is repeated once.
         together = _span(config, model, functions, kind, x_spec, home, devices)
         temporary = _temporary_bytes(config, model, functions, together)
-        parameter_bytes = _bytes(span.params_specs)
-        kept = 0 if span.key.is_last else _bytes(span.kept_shapes)
+        parameter_bytes = tree_bytes(span.params_specs)
+        kept = 0 if span.key.is_last else tree_bytes(span.kept_shapes)
         outputs[kind] = 0 if span.key.is_last else span.y_spec.size * span.y_spec.dtype.itemsize
 
         alone = LayerCost(
@@ -152,88 +146,6 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
 # -- measuring
 
 
-def _measure(span: Span, num_spans: int, repetitions: int, num_temporary_bytes: int) -> LayerCost:
-    """Time a span's programs; return the cost of one of its layers.
-
-    Time is that of a microbatch through several such spans, each with numbers of its own, as in a stage: a single one
-    would find its parameters in the caches of the processor, where they never are in a run. The programs are started
-    at the pace of a stage, which takes some time of a core, too.
-
-    Args:
-        num_spans: that the model has.
-    """
-    num_layers, pace = span.key.num_layers, Pace()
-    pace.begin(threading.Event())
-    if span.key.is_last:
-        params, x, acc, randomness, layer = _random_arguments(span)
-        targets = _filled(span.devices.batch_spec(span.key.targets_shape, jnp.int32))
-        scale = _filled(span.devices.replicated_spec((), jnp.float32))
-
-        def loss() -> Any:
-            nonlocal acc
-            arguments = (params, x, targets, scale, acc, randomness, layer)
-            value, acc, dx = pace.run("loss", span.loss_and_gradients, *arguments)
-            pace.finish()
-            return value, acc, dx
-
-        forward_s, backward_s = 0.0, _median_s(loss, repetitions)
-        residual_bytes = 0
-    else:
-        shardings = span.kept(span.x_spec.sharding, list(span.forward.output_shardings[1]))
-        residual_bytes = sum(map(_device_bytes, span.kept_shapes, shardings))
-        own_bytes = 2 * _bytes(span.params_specs) + residual_bytes * len(span.devices.devices)
-        num_spans = min(num_spans, max(_MOST_BYTES // own_bytes, 1))
-        arguments = [_random_arguments(span) for _ in range(num_spans)]
-        accs = [acc for _, _, acc, _, _ in arguments]
-        kept: list[list[Any]] = []
-        y = arguments[0][1]
-
-        def forward() -> Any:
-            nonlocal y
-            kept.clear()
-            for params, x, _, randomness, layer in arguments:
-                y, residuals = pace.run("forward", span.forward, params, x, randomness, layer)
-                kept.append(span.kept(x, residuals))
-            pace.finish()
-            return y, kept
-
-        def backward() -> Any:
-            for number in reversed(range(num_spans)):
-                parts = (arguments[number][0], kept[number], y, accs[number])
-                accs[number] = pace.run("backward", span.backward, *parts)[0]
-            pace.finish()
-            return accs
-
-        forward_s = _median_s(forward, repetitions) / num_spans
-        backward_s = _median_s(backward, repetitions) / num_spans
-    count = len(span.devices.devices)
-    return LayerCost(
-        num_devices=count,
-        forward_s=forward_s / num_layers,
-        backward_s=backward_s / num_layers,
-        residual_bytes=-(-residual_bytes // num_layers),
-        temporary_bytes=num_temporary_bytes,
-    )
-
-
-def _median_s(call: Callable[[], Any], repetitions: int) -> float:
-    """Return how long a call usually takes: a step is long, and the least time is that of a lucky moment of the clock.
-
-    Where one core computes, that is its time in this process, which does not count what others take of the core.
-    """
-    is_one_core = (
-        jax.default_backend() == "cpu" and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
-    )
-    now_s = time.process_time if is_one_core else time.perf_counter
-    jax.block_until_ready(call())  # the first run touches memory for the first time
-    times_s: list[float] = []
-    while len(times_s) < repetitions and (len(times_s) < 2 or sum(times_s) < _LIMIT_S):
-        began_s = now_s()
-        jax.block_until_ready(call())
-        times_s.append(now_s() - began_s)
-    return statistics.median(times_s)
-
-
 def _measure_update(
     config: RunConfig,
     model: LayeredModel,
@@ -266,19 +178,7 @@ def _measure_update(
         run = builder.update(run, np.stack(list(gradient_NP)), 1.0, 0.0, devices)
         return run.params
 
-    return _median_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
-
-
-def _random_arguments(span: Span) -> tuple[Any, jax.Array, Any, Any, jax.Array]:
-    randomness = None if span.random_specs is None else jax.tree.map(_filled, span.random_specs)
-    layer = _filled(span.devices.replicated_spec((), jnp.int32))
-    return jax.tree.map(_filled, span.params_specs), _filled(span.x_spec), span.zeros(), randomness, layer
-
-
-def _filled(spec: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of small numbers; what they are makes no difference to time, but denormal ones would."""
-    values = np.random.default_rng(0).standard_normal(spec.shape) * 0.02
-    return jax.device_put(np.asarray(values, spec.dtype), spec.sharding)
+    return median_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0
 
 
 # -- estimating
@@ -350,15 +250,6 @@ def _temporary_bytes(config: RunConfig, model: LayeredModel, functions: Function
     tied = [[name] for _, name in model.layers[layers[0]].tied]
     runs = [own, *tied] if builder.sizes[own[0]] else tied
     return temporary_bytes(span, builder, runs)
-
-
-def _device_bytes(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
-    """Return what each device has of an array."""
-    return math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _profile(
