@@ -16,6 +16,7 @@ from oobleck_jax.planning.templates import Templates
 
 
 MARGIN = 0.05  # of a step: what another schedule must gain; predictions are not better than that
+_TOLD = 0.0005  # of a step: a gain that shows in the text
 MAX_ACTIONS = 20_000  # of a pipeline that is played through unasked: planning must not take long
 
 _Form = tuple[Template, ScheduleKind]
@@ -54,7 +55,8 @@ def choose_schedules(plan: Plan, templates: Templates, *, kept: frozenset[NodeId
         where = "" if number == len(pipelines) else f" in {number} of {len(pipelines)} pipelines"
         return Scheduled(plan=other, reason=f"schedule {name}{where}, as asked for: {what} than with 1f1b")
     if gain < MARGIN:
-        return Scheduled(plan=plan, reason=f"schedule 1f1b, because {name} has only {what}")
+        why = f"{name} has only {what}" if gain > _TOLD else "no other is faster and fits"
+        return Scheduled(plan=plan, reason=f"schedule 1f1b, because {why}")
     return Scheduled(plan=other, reason=f"schedule {name}, because it has {what} than 1f1b")
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from oobleck_jax.config import ScheduleKind
+from oobleck_jax.plan_text import read_plan
 from oobleck_jax.planning.plan import NodeId, Plan, check_plan
 from oobleck_jax.planning.planner import Planning, plan_from, templates_for
 from oobleck_jax.planning.profile import Profile, Rate
 from oobleck_jax.planning.reconfigure import reconfigure
+from oobleck_jax.planning.schedule_choice import choose_schedules
 from oobleck_jax.planning.templates import Templates
 from tests.planning.profiles import UNIT_S, uniform_profile
 
@@ -69,6 +71,13 @@ def test_a_small_gain_is_not_worth_it_unless_asked_for() -> None:
     asked = plan_for(ScheduleKind.INTERLEAVED, profile=slow_link)
     assert kinds_of(asked.plan) == {ScheduleKind.INTERLEAVED}
     assert "as asked for" in asked.reason
+
+
+def test_a_pipeline_that_nobody_waits_for_gains_nothing() -> None:
+    plan = read_plan("0-4,4-8,8-12,12-16:4 | 0-16:76", num_microbatches=80)
+    chosen = choose_schedules(plan, templates_of(ScheduleKind.AUTO, num_microbatches=80, memory=10_000))
+    assert chosen.plan == plan
+    assert chosen.reason == "schedule 1f1b, because no other is faster and fits"
 
 
 def test_many_microbatches_leave_no_bubble_to_gain() -> None:
