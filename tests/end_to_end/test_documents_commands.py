@@ -45,6 +45,7 @@ SMALL = {
     "bench_recovery": f"{_GPT} --nodes 2 --kills 1 --rounds 0",
     "bench_schedules": f"{_GPT} --rounds 1 --steps 4 --schedules 1f1b",
     "bench_throughput": "--cases gpt-test:float32 --nodes 1 --rounds 1 --steps 4",
+    "bench_trace": f"{_GPT} --plan 0-3,3-6 --rounds 1 --steps 4",
     "evaluate": "--models bert-large --policies ours --traces .",
     "export_hf": "",
     "generate": "--max-new-tokens 3",
@@ -88,7 +89,15 @@ EXEMPT = (
     "make format",  # changes the sources
     "ssh -L",  # needs another machine
 )
-LONG = {"bench_checkpoint", "bench_memory", "bench_prediction", "bench_recovery", "bench_schedules", "bench_throughput"}
+LONG = {
+    "bench_checkpoint",
+    "bench_memory",
+    "bench_prediction",
+    "bench_recovery",
+    "bench_schedules",
+    "bench_throughput",
+    "bench_trace",
+}
 TRACE = "\n".join([*(f"0,add,n{node}" for node in range(9)), "600000,remove,n2", "1200000,add,n9", "1800000,remove,n0"])
 
 
