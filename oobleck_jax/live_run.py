@@ -131,6 +131,24 @@ class LiveRun:
         said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
         return f"it said last: {said} ({self.output})"
 
+    def undisturbed_steps_s(self, *, limit_s: float, end_s: float) -> list[float]:
+        """Start the run and let it come to its end; return the times of its steps, without the first quarter.
+
+        Args:
+            limit_s: for the run.
+            end_s: for its end, if it is told to end before.
+
+        Raises:
+            LiveRunError: it did not end.
+        """
+        self.start()
+        try:
+            self.finish(limit_s=limit_s)
+        finally:
+            self.interrupt(limit_s=end_s)
+        steps_s = [record.step_time_s for _, record in self.records(Committed)]
+        return steps_s[len(steps_s) // 4 :]
+
     def interrupt(self, *, limit_s: float) -> None:
         """End the run as Ctrl-C does.
 

@@ -73,11 +73,9 @@ class Kill:
         return self.notice_s + self.incident.seconds["total"] - self.incident.seconds.get("first_step", 0.0)
 
 
-def _start(folder: Path, flags: Sequence[str]) -> LiveRun:
+def _run(folder: Path, flags: Sequence[str]) -> LiveRun:
     command = [sys.executable, str(TRAIN), "--run-dir", str(folder), "--eval-every", "0", "--checkpoint-every", "0"]
-    run = LiveRun(folder, [*command, *flags])
-    run.start()
-    return run
+    return LiveRun(folder, [*command, *flags])
 
 
 def main(arguments: Arguments) -> None:
@@ -121,10 +119,11 @@ def _kill(arguments: Arguments, folder: Path, flags: Sequence[str]) -> tuple[lis
     """Return what was seen of each kill, and the first plan."""
     draw = random.Random(arguments.seed)
     plan = [] if arguments.plan is None else ["--plan", arguments.plan]
-    run = _start(
+    run = _run(
         folder / "killed",
         [*flags, *plan, "--fault-tolerance", "1", "--forgive-minutes", "0", "--steps", str(MANY_STEPS)],
     )
+    run.start()
     kills: list[Kill] = []
     try:
         for number in range(arguments.kills):
@@ -204,13 +203,8 @@ def _usual_step_s(arguments: Arguments, plan: Plan, folder: Path, flags: Sequenc
 
 def _undisturbed_steps_s(arguments: Arguments, run_dir: Path, flags: Sequence[str]) -> list[float]:
     """Return the times of the steps of a run that nothing happens to, without the first quarter."""
-    run = _start(run_dir, [*flags, "--steps", str(arguments.steps)])
-    try:
-        run.finish(limit_s=LIMIT_S)
-    finally:
-        run.interrupt(limit_s=END_S)
-    steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
-    return steps_s[arguments.steps // 4 :]
+    run = _run(run_dir, [*flags, "--steps", str(arguments.steps)])
+    return run.undisturbed_steps_s(limit_s=LIMIT_S, end_s=END_S)
 
 
 def _plan_file(plan: Plan, folder: Path) -> str:

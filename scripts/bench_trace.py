@@ -16,7 +16,6 @@ from pathlib import Path
 
 import tyro
 
-from oobleck_jax import events
 from oobleck_jax.live_run import LiveRun
 from oobleck_jax.script import make_room, run_script
 
@@ -66,13 +65,7 @@ def main(arguments: Arguments) -> None:
 def usual_step_s(run_dir: Path, flags: Sequence[str]) -> float:
     """Run train.py to its end; return the median time of its steps."""
     run = LiveRun(run_dir, [sys.executable, str(TRAIN), "--run-dir", str(run_dir), *flags])
-    run.start()
-    try:
-        run.finish(limit_s=LIMIT_S)
-    finally:
-        run.interrupt(limit_s=END_S)
-    steps_s = [record.step_time_s for _, record in run.records(events.Committed)]
-    return statistics.median(steps_s[len(steps_s) // 4 :])
+    return statistics.median(run.undisturbed_steps_s(limit_s=LIMIT_S, end_s=END_S))
 
 
 if __name__ == "__main__":
