@@ -177,9 +177,10 @@ def give(commands: list[str], folder: Path, *, limit_s: float = LIMIT_S, patienc
     finally:
         if shell.poll() is None:
             os.killpg(shell.pid, signal.SIGTERM)  # runs end their agents then, which have sessions of their own
-        _, left = psutil.wait_procs(processes_of(folder), timeout=patience_s)
-        for process in left:
-            process.kill()
+        while left := processes_of(folder):
+            _, left = psutil.wait_procs(left, timeout=patience_s)
+            for process in left:
+                process.kill()
         shell.wait()
     assert ended == "with exit code 0", f"ended {ended}:\n{path.read_text(errors='replace')}"
 
@@ -285,5 +286,5 @@ def test_a_block_is_long_if_one_of_its_commands_is() -> None:
 
 def test_of_commands_that_do_not_end_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"ended not in time:\n(.*\n)* *so far\n"):
-        give(["echo so far", "setsid sleep 1000 & sleep 1000"], tmp_path, limit_s=0.5, patience_s=0.5)
+        give(["echo so far", "setsid sleep 1000 & sleep 1000"], tmp_path, limit_s=2, patience_s=0.5)
     assert not processes_of(tmp_path)
