@@ -2,7 +2,7 @@
 
 A profile holds for what changes the cost of a layer: model, microbatch, precision, remat policy, devices; the processor
 and its share of cores; the versions of what compiles it. A digest of all these names the file, in a folder beside the
-compilation cache. Nothing here imports jax.
+compilation cache; whoever adds one removes those that nobody used for months. Nothing here imports jax.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.child import child_command
 from oobleck_jax.elastic.worker_process import worker_environment
 from oobleck_jax.errors import PlanError
+from oobleck_jax.kept_files import mark_used, remove_unused
 from oobleck_jax.launch import about_cores, place_at_start
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.planning.profile import Profile, profile_from_json
@@ -35,6 +37,7 @@ from oobleck_jax.propose import estimated_profile
 ESTIMATE = "estimate"
 COMMAND = (sys.executable, "-m", "oobleck_jax.profile_process")
 LIMIT_S = 120.0  # most of it for compiling, on a machine that is busy
+_NAMES = re.compile(r".+-[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +130,7 @@ class Profiler:
     def _measure(self, preset: str, config: RunConfig, path: Path) -> Profile:
         """Measure in another process, pinned as a worker is; the file appears as a whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unused(path.parent, _NAMES)
         place = self.place
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -188,9 +192,11 @@ def device_kind() -> str:
 def _read(path: Path) -> Profile | None:
     """Return a kept profile; one that cannot be read is as good as none."""
     try:
-        return profile_from_json(path.read_bytes())
+        profile = profile_from_json(path.read_bytes())
     except (OSError, PlanError):
         return None
+    mark_used(path)
+    return profile
 
 
 def _summary(profile: Profile) -> str:

@@ -13,6 +13,7 @@ from oobleck_jax.errors import PlanError
 from oobleck_jax.measured_profile import Place, Profiler, place_of, read_profile
 from oobleck_jax.planning.profile import profile_from_json, profile_to_json
 from oobleck_jax.propose import estimated_profile
+from tests.ages import age
 
 
 # Writes what it was asked for beside the profile, so that tests see how often and how it was called.
@@ -114,6 +115,23 @@ def test_a_damaged_file_is_measured_again(profiler, config, tmp_path):
     profiler.path("gpt-test", config).write_text("{")
     profiler.profile("gpt-test", config)
     assert len(calls(tmp_path)) == 2
+
+
+def test_profiles_that_nobody_used_for_months_are_removed_when_another_is_added(profiler, config):
+    same, old, used = (replace(profiler, versions={"jax": version}) for version in ("1", "2", "3"))
+    for one in (same, old, used):
+        one.profile("gpt-test", config)
+        age(one.path("gpt-test", config), days=91)
+    notes = old.path("gpt-test", config).with_name("notes.json")
+    notes.touch()
+    age(notes, days=91)
+    assert used.kept("gpt-test", config) is not None
+    assert used.path("gpt-test", config).stat().st_mtime > notes.stat().st_mtime  # not only its time of reading
+    assert same.profile("gpt-test", config).source == "measured"
+    newer = replace(profiler, versions={"jax": "4"})
+    newer.profile("gpt-test", config)
+    left = {one.path("gpt-test", config) for one in (same, used, newer)} | {notes}
+    assert set(notes.parent.iterdir()) == left
 
 
 def test_a_given_profile_must_be_of_the_same_microbatches(config, tmp_path):

@@ -4,6 +4,7 @@ Parameters, optimizer state and compiled programs live here. Programs are held a
 cache clearing touches them, and they cannot compile by surprise in the middle of a step.
 """
 
+import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 from oobleck_jax.config import RunConfig
 from oobleck_jax.execution.program_store import ProgramStore
+from oobleck_jax.kept_files import remove_unused
 from oobleck_jax.model import LayeredModel
 from oobleck_jax.planning.profile import num_batch_shares
 
 
 TensorDims: TypeAlias = Mapping[str, int]
 """The dim of each parameter that devices share out among them, as `Layer.tensor_dims`."""
+
+_PROGRAMS_OF_JAX = re.compile(r".+-cache")
 
 
 class Home:
@@ -129,8 +133,13 @@ def home_of(config: RunConfig, model: LayeredModel, store: ProgramStore | None) 
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Let JAX keep the small programs that it compiles unasked in a part of a folder, and look there first."""
+    """Let JAX keep the small programs that it compiles unasked in a part of a folder, and look there first.
+
+    What nobody used for a long time is removed here: with `jax_compilation_cache_max_size` JAX 0.10 takes a lock of the
+    folder for each program, and keeps none if one is there from the time before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_unused(folder / "jax", _PROGRAMS_OF_JAX)
     jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

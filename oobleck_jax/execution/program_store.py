@@ -11,8 +11,8 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import pickle
+import re
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -23,13 +23,14 @@ import jax
 
 from oobleck_jax.execution.compilations import note_loaded, num_read
 from oobleck_jax.execution.jaxlib_private import deserialized, kept_out_of_cache, serialized
+from oobleck_jax.kept_files import mark_used, remove_unused
 
 
 logger = logging.getLogger(__name__)
 
 _TURN_LIMIT_S = 120.0
-_KEPT_S = 90 * 86400.0  # after it was last loaded; a worker loads it once, and may run for weeks
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_NAMES = re.compile(r"[0-9a-f]{32}(\.turn)?|tmp\w{8}")  # also of what a process left that was killed while it wrote
 
 
 class ProgramStore:
@@ -50,14 +51,10 @@ class ProgramStore:
         self.origin, self._folder, self._environment = origin, folder, environment
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            paths = list(folder.iterdir())
         except OSError as error:
             logger.warning("programs cannot be kept in %s: %s", folder, error.strerror)
             return
-        for path in paths:
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _KEPT_S:
-                    path.unlink()
+        remove_unused(folder, _NAMES)
 
     def program(
         self, key: tuple[Hashable, ...], lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str | bool]
@@ -122,8 +119,7 @@ class ProgramStore:
             content = path.read_bytes()
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # somebody else's file
-            os.utime(path)
+        mark_used(path)
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             logger.warning("%s is damaged and will be made again", path)
             return None

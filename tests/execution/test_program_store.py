@@ -1,10 +1,8 @@
 """Programs found on disk: nothing is traced again, and nothing is found that would compute something else."""
 
 import logging
-import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from oobleck_jax.execution import program_store
 from oobleck_jax.execution.compilations import compiled_since, num_compilations
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.program_store import ProgramStore
+from tests.ages import age
 
 
 pytestmark = pytest.mark.jax_version
@@ -184,19 +183,39 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path, caplog: pyte
 
 def test_what_nobody_used_for_months_is_removed(tmp_path: Path) -> None:
     doubled(home(tmp_path), [])
-    used = set(tmp_path.iterdir())
-    for name, days in (("old", 91), ("recent", 89)):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - days * 86400,) * 2)
+    for path in tmp_path.iterdir():  # a program, the fact that names it, and a lock
+        age(path, days=91)
+    (tmp_path / "notes").touch()  # of a user, who gave us a folder that has others
+    age(tmp_path / "notes", days=91)
+    doubled(home(tmp_path, origin="another"), [])
+    used = {path.name for path in tmp_path.iterdir()}
     home(tmp_path)
-    assert set(tmp_path.iterdir()) == used | {tmp_path / "recent"}
+    assert {path.name for path in tmp_path.iterdir()} == used
+    assert len(used) == 4
+    assert "notes" in used
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(draft: Path, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    store = ProgramStore(tmp_path, "origin")
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.keep_fact("which", 1)
+    (draft,) = tmp_path.iterdir()
+    home(tmp_path)
+    assert draft.exists()
+    age(draft, days=91)
+    home(tmp_path)
+    assert not draft.exists()
 
 
 def test_use_keeps_a_program(tmp_path: Path) -> None:
     doubled(home(tmp_path), [])
     store = home(tmp_path)
     for path in tmp_path.iterdir():
-        os.utime(path, (time.time() - 91 * 86400,) * 2)
+        age(path, days=91)
     traced: list[str] = []
     doubled(store, traced)
     doubled(home(tmp_path), traced)
