@@ -209,7 +209,7 @@ def _reason(scheduled: Scheduled, forecast: Forecast, wanted: int, smallest: int
     if len(sizes) < wanted:
         text += (
             f"; degraded: {wanted} pipelines need {wanted * smallest} nodes ({smallest} each), "
-            f"there are {len(plan.nodes)}"
+            f"there {'is' if len(plan.nodes) == 1 else 'are'} {len(plan.nodes)}"
         )
     return text
 

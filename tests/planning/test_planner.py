@@ -73,6 +73,12 @@ def test_every_plan_is_valid_fits_memory_and_has_enough_pipelines_P1_P2_P3_P4_P5
         assert [stage.memory_bytes for stage in stages] == expected
 
 
+@pytest.mark.parametrize(("num_nodes", "there"), [(1, "there is 1"), (2, "there are 2")])
+def test_a_degraded_plan_says_how_many_nodes_there_are(num_nodes: int, there: str) -> None:
+    reason = plan_for(uniform_profile(4), num_nodes, fault_tolerance=2).reason
+    assert reason.endswith(f"; degraded: 3 pipelines need 3 nodes (1 each), {there}")
+
+
 def stage_memory(profile: Profile, pipeline: Pipeline, index: int) -> int:
     """Add up what a stage keeps on each device, straight from the definition."""
     stages = pipeline.template.stages
