@@ -127,7 +127,11 @@ class Worker:
             except _Stopped as stopped:
                 return str(stopped)
             except (CheckpointDamaged, CheckpointUnreadable) as error:
-                self._control.send(RestoreFailed(node=self._node, generation=self._generation, reason=str(error)))
+                may_be_intact = isinstance(error, CheckpointUnreadable)
+                failed = RestoreFailed(
+                    node=self._node, generation=self._generation, reason=str(error), may_be_intact=may_be_intact
+                )
+                self._control.send(failed)
             except (PeerLost, Stalled, StateDamaged) as error:
                 # The coordinator decides what follows; Abandon or Stop comes next.
                 self._control.send(failure(self._node, self._incarnation, self._generation, error))

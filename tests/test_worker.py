@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.presets import load_preset
+from oobleck_jax.checkpoint.object_store import ObjectPath
 from oobleck_jax.checkpoint.reader import read_group
 from oobleck_jax.checkpoint.store import CheckpointStore
 from oobleck_jax.control import SocketControl
@@ -30,7 +31,7 @@ from oobleck_jax.elastic.messages import (
     Stop,
     Vote,
 )
-from oobleck_jax.errors import Abandoned, PeerLost
+from oobleck_jax.errors import Abandoned, ObjectStoreError, PeerLost
 from oobleck_jax.execution.node import Preparation, StepResult
 from oobleck_jax.execution.state import GroupState
 from oobleck_jax.inject import Moment
@@ -263,9 +264,22 @@ def test_a_worker_that_cannot_restore_says_why_and_waits(tmp_path) -> None:
         worker.coordinator.begin(1, step=5, restore=absent)
         failed = worker.coordinator.expect(RestoreFailed)
         assert (failed.generation, "manifest.json cannot be read: No such file" in failed.reason) == (1, True)
+        assert not failed.may_be_intact
         worker.coordinator.send(Abandon(generation=1, reason="try an older one"))
         worker.coordinator.begin(2, step=0)
         assert worker.coordinator.expect(Vote).step == 0
+
+
+def test_a_worker_that_cannot_read_a_checkpoint_says_that_it_may_be_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: ObjectPath) -> bytes:
+        raise ObjectStoreError(path, "not now")
+
+    monkeypatch.setattr(ObjectPath, "read_bytes", refuse)
+    with serving() as worker:
+        away = RestorePoint(folder="s3://bucket/step-000004-generation-1", step=4)
+        worker.coordinator.begin(1, step=5, restore=away)
+        failed = worker.coordinator.expect(RestoreFailed)
+        assert (failed.may_be_intact, "which may be intact" in failed.reason) == (True, True)
 
 
 def test_a_worker_that_lost_a_peer_says_whom_and_waits() -> None:

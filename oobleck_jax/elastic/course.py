@@ -299,7 +299,7 @@ class Course:
             )
         what = f"node {node.node} cannot restore: {message.reason}"
         self._out.write(events.Damaged(what=what))
-        self._restores.fail()
+        self._restores.fail(may_be_intact=message.may_be_intact)
         return self.regroup(what)
 
     def saving(self, given: messages.Saved | messages.NotSaved | CheckpointCommitted | CheckpointFailed) -> None:

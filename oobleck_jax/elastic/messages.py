@@ -207,6 +207,7 @@ class RestoreFailed(Message, frozen=True, kw_only=True):
     node: NodeId
     generation: int
     reason: str
+    may_be_intact: bool = False  # it could not be read there and then
 
 
 class Failed(Message, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ class Restores:
         self._reason = ""
         self._losses: list[_Loss] = []
         self._damaged: set[str] = set()  # folders
+        self._unread: set[str] = set()  # folders of what may be intact, since the nodes last had what they need
         self._suspected_step: int | None = None  # what came after the checkpoint of this step failed again
 
     def lose(self, step: int, cause: str) -> str | None:
@@ -73,7 +74,7 @@ class Restores:
         self._reason = reason
         self.is_looking, self.look_until_s = True, now_s + self._terms.limits.find_s
         ends = [end for end in (step or None, self._suspected_step) if end is not None]
-        self._out.do(FindCheckpoint(excluded=frozenset(self._damaged), end_step=min(ends, default=None)))
+        self._out.do(FindCheckpoint(excluded=frozenset(self._damaged | self._unread), end_step=min(ends, default=None)))
 
     def take(self, given: CheckpointFound, *, step: int, generation: int) -> str | None:
         """Take the checkpoint that was found; return why the run must end, if there is none.
@@ -91,6 +92,10 @@ class Restores:
             return None
         if given.unread:
             return given.unread
+        if point is None and self._unread:
+            return (
+                "no checkpoint could be read, though some may be intact; give the same command again when they can be"
+            )
         if point is None:
             is_any = given.damaged or self._damaged
             return "; ".join(["no intact checkpoint is left" if is_any else "there is no checkpoint", *given.damaged])
@@ -101,12 +106,17 @@ class Restores:
         )
         return None
 
-    def fail(self) -> None:
-        """The checkpoint cannot be restored."""
+    def fail(self, *, may_be_intact: bool) -> None:
+        """The checkpoint cannot be restored.
+
+        One that may be intact is left out until nodes have the states of another: as soon as an older one is taken,
+        the journal says that the run goes on from there.
+        """
         assert self.point is not None
-        self._damaged.add(self.point.folder)
+        (self._unread if may_be_intact else self._damaged).add(self.point.folder)
         self.point, self.is_due = None, True
 
     def end(self) -> None:
         """The nodes have its states."""
         self.point = None
+        self._unread.clear()

@@ -294,6 +294,51 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken() -> None:
     assert len(simulation.records(events.Damaged)) == 1
 
 
+def fail_to_restore(simulation: Simulation, node: Node, *, may_be_intact: bool) -> str:
+    """Let a node fail with the checkpoint that is found; return its folder."""
+    begin_to_restore(simulation)
+    begin = simulation.sent(messages.Begin)[-1]
+    assert begin.restore is not None
+    failed = messages.RestoreFailed(
+        node=node.id, generation=begin.generation, reason="the network is down", may_be_intact=may_be_intact
+    )
+    simulation.say(node, failed)
+    return begin.restore.folder
+
+
+@pytest.mark.parametrize(("may_be_intact", "step"), [(True, 3), (False, 1)])
+def test_what_could_not_be_read_is_taken_when_the_run_goes_back_another_time(may_be_intact: bool, step: int) -> None:
+    simulation, nodes = saving()
+    simulation.pump_steps(5)
+    kill_holders(simulation, nodes)
+    assert fail_to_restore(simulation, nodes[0], may_be_intact=may_be_intact) == folder_of(3, 1)
+    simulation.pump_steps(1)
+    assert simulation.records(events.Restored)[-1].checkpoint == folder_of(1, 1)
+    while simulation.machine.step < 6:
+        simulation.pump_steps(1)
+        for folder in set(simulation.disk) - {folder_of(1, 1), folder_of(3, 1)}:
+            del simulation.disk[folder]  # as if nothing newer were intact
+    kill_holders(simulation, nodes)
+    begin_to_restore(simulation)
+    assert simulation.records(events.Restored)[-1].checkpoint == folder_of(step, 1)
+    simulation.pump_steps(1)
+    simulation.restart()  # the journal is sound
+    assert simulation.machine.step == step + 2
+
+
+def test_a_run_none_of_whose_checkpoints_could_be_read_does_not_say_that_all_are_damaged() -> None:
+    simulation, nodes = saving()
+    simulation.pump_steps(5)
+    kill_holders(simulation, nodes)
+    for step in (3, 1):
+        assert fail_to_restore(simulation, nodes[0], may_be_intact=step == 1) == folder_of(step, 1)
+    simulation.use_whole_disk()
+    cause = simulation.records(events.Failed)[-1].cause
+    assert cause.endswith(
+        "no checkpoint could be read, though some may be intact; give the same command again when they can be"
+    )
+
+
 def test_a_run_without_any_intact_checkpoint_ends_and_names_the_damage() -> None:
     simulation, nodes = saving()
     simulation.pump_steps(3)

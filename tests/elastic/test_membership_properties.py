@@ -134,12 +134,14 @@ class AnyRun(RuleBasedStateMachine):
                 node.outbox.append(exited(node.id, -9, node.incarnation))
         self.play_on(num_rounds)
 
-    @rule(index=index)
-    def checkpoint_is_damaged(self, index: int) -> None:
+    @rule(index=index, may_be_intact=st.booleans())
+    def checkpoint_is_damaged(self, index: int, may_be_intact: bool) -> None:
         """The node is in the middle of a restore, or was: then it has no consequence."""
         node, machine = self.pick(index), self.simulation.machine
         if node.is_alive and node.id >= 0 and self.simulation.disk:
-            damaged = messages.RestoreFailed(node=node.id, generation=machine.generation, reason="damaged")
+            damaged = messages.RestoreFailed(
+                node=node.id, generation=machine.generation, reason="damaged", may_be_intact=may_be_intact
+            )
             self.simulation.say(node, damaged)
 
     @precondition(lambda self: self.faults_left)
