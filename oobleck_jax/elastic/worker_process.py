@@ -23,11 +23,13 @@ _COLLECTIVE_LIMIT_S = 600
 
 
 # For glibc. XLA allocates its temporaries anew in each program: what is freed must stay, or every page of it is faulted
-# in again (a tenth of the CPU time of gpt-laptop). In few arenas, or too much stays (peak 575 MB instead of 475). In
-# huge pages: the kernel gives the memory of a killed worker back before anybody can notice its death (processes of
-# 600 MB on busy cores were gone 18-54 ms after a kill -9, instead of 124-737).
+# in again (a tenth of the CPU time of gpt-laptop). In one arena: those of other threads are made of pieces of 64 MB
+# that go back when they are empty (with two, a step of four nodes of a model of 45 million parameters took 1.3 times as
+# long, and gpt-laptop peaked at 570 MB instead of 505). In huge pages: the kernel gives the memory of a killed worker
+# back before anybody can notice its death (processes of 600 MB on busy cores were gone 18-54 ms after a kill -9,
+# instead of 124-737).
 MALLOC = {
-    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",

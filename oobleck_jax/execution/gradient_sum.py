@@ -129,8 +129,12 @@ def report(group: str, gradient: Float[np.ndarray, " P"]) -> SumReport:
 
     Both are the same on every machine: numpy adds float64 in a fixed pairwise order, and integers wrap around.
     """
-    squared_norm = 0.0
+    squared_norm, checksum = 0.0, 0
+    squares = np.empty(min(_CHUNK, gradient.size), np.float64)
     for start in range(0, gradient.size, _CHUNK):
-        squared_norm += float(np.add.reduce(np.square(gradient[start : start + _CHUNK], dtype=np.float64)))
-    checksum = int(np.add.reduce(gradient.view(np.uint32), dtype=np.uint64))
-    return SumReport(group=group, squared_norm=squared_norm, checksum=checksum)
+        chunk = gradient[start : start + _CHUNK]
+        square = np.square(chunk, out=squares[: chunk.size], dtype=np.float64)
+        squared_norm += float(np.add.reduce(square))
+        even = chunk.size & ~1
+        checksum += int(np.add.reduce(chunk[:even].view(np.uint64))) + int(chunk[even:].view(np.uint32).sum())
+    return SumReport(group=group, squared_norm=squared_norm, checksum=checksum % 2**64)

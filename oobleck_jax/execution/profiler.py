@@ -175,7 +175,8 @@ def _measure_update(
         gradient_NP = np.asarray(span.flatten(span.zeros())[0])
         for name, row in zip(names, gradient_NP, strict=True):
             report(name, row)
-        run = builder.update(run, np.stack(list(gradient_NP)), 1.0, 0.0, devices)
+        factors = jax.device_put([np.float32(1.0), np.float32(0.0)], devices.replicated)
+        run = builder.update(run, np.stack(list(gradient_NP)), factors, devices)
         return run.params
 
     return median_s(update, repetitions) / (4 * len(names) * max(sizes)) if max(sizes) else 0.0

@@ -275,9 +275,11 @@ class StageRuntime:
 
     def update(self, gradients: Mapping[str, np.ndarray], clip_factor: float, learning_rate: float) -> None:
         """Apply one optimizer step to all groups of the stage."""
+        factors = jax.device_put([np.float32(clip_factor), np.float32(learning_rate)], self.devices.replicated)
         for names, run in self._runs.items():
-            gradient_NP = np.stack([gradients[name] for name in names])
-            self._runs[names] = self._builder.update(run, gradient_NP, clip_factor, learning_rate, self.devices)
+            rows = [gradients[name] for name in names]
+            gradient_NP = np.stack(rows) if len(rows) > 1 else rows[0][None]  # no copy of an embedding's
+            self._runs[names] = self._builder.update(run, gradient_NP, factors, self.devices)
 
     def put_batch(self, array: np.ndarray) -> jax.Array:
         """Put an array whose first dim is the microbatch onto the stage's devices."""

@@ -193,14 +193,16 @@ class StateBuilder:
         self,
         run: ParameterRun,
         gradient_NP: np.ndarray,
-        clip_factor: float,
-        learning_rate: float,
+        factors: Sequence[jax.Array],
         devices: StageDevices,
     ) -> ParameterRun:
-        """Return the run after one optimizer step; the run given must not be used again."""
+        """Return the run after one optimizer step; the run given must not be used again.
+
+        Args:
+            factors: that clips the gradient, and the learning rate; on the devices.
+        """
         program = self.compile_update(run.groups, devices)
         gradient = jax.device_put(gradient_NP, devices.replicated)
-        factors = [jax.device_put(np.float32(value), devices.replicated) for value in (clip_factor, learning_rate)]
         params, optimizer_state = program(run.params, run.optimizer_state, gradient, *factors)
         return replace(
             run,
