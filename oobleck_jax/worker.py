@@ -223,6 +223,7 @@ class Worker:
             result = self._trainer.compute(step, fabric=self._fabric, patience=self._patience(step))
             self._control.send(self._vote(step, result, num_compilations() - num_compilations_before))
             self._at_moment(Moment.VOTE, step)
+            self._trainer.look_ahead(step + 1)
             commit = self._await_commit(step)
             self._at_moment(Moment.COMMIT, step)
             self._trainer.commit(step, commit.global_norm)

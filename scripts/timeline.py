@@ -1,5 +1,7 @@
 """Show what every node did when: a picture, or a trace for https://ui.perfetto.dev and chrome://tracing.
 
+Prints where the time of a step goes, too: per cent of it, for each node.
+
 python scripts/timeline.py runs/a --steps 24:28 --output steps.png
 python scripts/timeline.py runs/a --output trace.json
 
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from oobleck_jax.errors import ConfigError
 from oobleck_jax.script import make_room_for_picture, run_script
+from oobleck_jax.step_shares import shares_table, step_shares
 from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
 
 
@@ -38,6 +42,7 @@ def main(arguments: Arguments) -> int:
     else:
         what = "all steps" if steps is None else f"steps {steps.start} to {steps.stop - 1}"
         plot_timeline(timeline, arguments.output, title=f"{arguments.run_dir.resolve().name}, {what}")
+    Console().print(shares_table(step_shares(timeline)))
     print(f"written to {arguments.output}")
     return 0
 

@@ -11,6 +11,7 @@ from oobleck_jax.errors import ConfigError
 from oobleck_jax.execution.recorder import Activity, FileRecorder, NoRecorder, Stopwatch, make_recorder
 from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.script import run_script
+from oobleck_jax.step_shares import PARTS, shares_table, step_shares
 from oobleck_jax.timeline import plot_timeline, read_timeline, write_chrome
 from scripts.timeline import Arguments, main
 from tests.test_progress import incident
@@ -62,6 +63,36 @@ def test_steps_can_be_chosen(run_dir):
     assert read_timeline(run_dir, steps=range(1)).incidents == ()  # it was later
     with pytest.raises(ConfigError, match=r"has nothing of steps .*; it may not have come that far"):
         read_timeline(run_dir, steps=range(7, 9))
+
+
+def test_the_time_of_a_step_is_shared_out(run_dir):
+    """Two steps with 0.6 s in between of which nothing is recorded; half of each program has a sum beside it."""
+    rows = step_shares(read_timeline(run_dir))
+    assert [(row.node, row.incarnation) for row in rows] == [(0, 0), (1, 0)]
+    for row in rows:
+        assert row.step_s == pytest.approx(0.7, abs=1e-6)
+        expected = {"receive": 0.2, "compute": 0.4, "vote": 0.2, "python": 0.6}
+        assert row.shares == pytest.approx({name: expected.get(name, 0) / 1.4 for name in PARTS}, abs=1e-6)
+        assert row.hidden_sum == pytest.approx(0.2 / 1.4, abs=1e-6)
+
+
+def test_the_shares_are_shown_for_each_worker_without_parts_that_nobody_has(run_dir, capsys):
+    recorder = make_recorder(run_dir / "trace", NodeId(1), 1)
+    recorder.add(Activity.BACKWARD, 1.0, 2.0, 2, 0)
+    recorder.flush()
+    wait_for_lines(run_dir / "trace" / "node-1-1.jsonl", 2)
+    table = shares_table(step_shares(read_timeline(run_dir)))
+    headings = [column.header for column in table.columns]
+    assert headings == ["node", "seconds", "compute", "receive", "vote", "python", "sum beside compute"]
+    assert list(table.columns[0].cells) == ["0", "1", "1, worker 1"]
+    assert [cells[-1] for cells in (list(column.cells) for column in table.columns)][2:6] == [
+        "100.0",
+        "0.0",
+        "0.0",
+        "0.0",
+    ]
+    main(Arguments(run_dir=run_dir, output=run_dir / "steps.json"))
+    assert "per cent of a step" in capsys.readouterr().out
 
 
 def test_the_trace_has_the_form_that_perfetto_reads(run_dir, tmp_path):

@@ -80,6 +80,9 @@ class Tensors:
             raise PeerLost("gone", what="a pull", node=1)
         return StepResult(loss_sum=1.0, num_tokens=1, reports=(), seconds={})
 
+    def look_ahead(self, step) -> None:
+        self.calls.append(f"look ahead to {step}")
+
     def commit(self, step, global_norm) -> None:
         self.calls.append(f"commit {step}")
         self.state = step + 0.5
@@ -196,6 +199,7 @@ def test_a_commit_before_an_abandon_is_carried_out_M2() -> None:
         assert worker.coordinator.expect(Vote).step == 2
     steps = [call for call in worker.tensors.calls if call.startswith("commit")]
     assert steps == ["commit 0", "commit 1"]
+    assert worker.tensors.calls.index("look ahead to 1") < worker.tensors.calls.index("commit 0")
     assert worker.tensors.calls.index("commit 1") < worker.tensors.calls.index("prepare 2")
 
 

@@ -9,6 +9,7 @@ Shapes: B microbatch, T sequence.
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -47,6 +48,13 @@ class Losses:
     received_s: float  # time spent waiting for other stages
 
 
+class _Samples(NamedTuple):
+    """The samples of a microbatch."""
+
+    indices_B: Int[np.ndarray, " B"]
+    tokens_BT: Int[np.ndarray, "B T"]  # of no samples where the node has neither a first nor a last stage
+
+
 class Executor:
     """Runs the stages of one node in one generation."""
 
@@ -74,6 +82,7 @@ class Executor:
         self._pace = Pace(self._record_program if recorder.is_on else None)
         self._step = 0
         self._received_s = 0.0
+        self._samples: tuple[int, list[_Samples]] = (-1, [])  # of which step, and those of each microbatch
 
     def train(self, step: int, patience: Patience, emit: Emit) -> Losses:
         """Run all forwards and backwards of a step.
@@ -86,7 +95,7 @@ class Executor:
         """
         self._step, self._received_s = step, 0.0
         self._pace.begin(patience.abandoned)
-        indices = self._dataset.sample_indices(step)
+        self.look_ahead(step)
         scale = 1.0 / self._config.tokens_per_step
         losses: list[jax.Array] = []
         for stage in self._stages.values():
@@ -98,7 +107,7 @@ class Executor:
                 self._ask(step, actions[position + 1])
             stage = self._stages[action.stage]
             self._pace.item = self._item(action)
-            samples_B = indices[self._rows(action.microbatch)]
+            samples = self._samples[1][action.microbatch]
             emit_now = emit if self._last_backward[action.stage] == position else None
             self._at_moment(Moment.FORWARD if action.phase is Phase.FORWARD else Moment.BACKWARD, step)
             if action.phase is Phase.WEIGHT:
@@ -109,9 +118,10 @@ class Executor:
                     dy = self._receive(self._after, Payload.GRADIENT, step, action, patience)
                     self._send_back(step, action, stage.backward(action.microbatch, dy, self._pace, emit_now))
                 continue
-            randomness = stage.randomness(self._config.seed, step, samples_B)
-            x, targets = self._inputs(step, action, self._dataset.tokens(samples_B), patience)
+            randomness = stage.randomness(self._config.seed, step, samples.indices_B)
+            x = self._input(step, action, samples, patience)
             if stage.is_last:
+                targets = samples.tokens_BT[:, 1:]
                 loss, dx = stage.loss_and_backward(
                     action.microbatch, x, targets, scale, randomness, self._pace, emit_now
                 )
@@ -121,6 +131,20 @@ class Executor:
                 y = stage.forward(action.microbatch, x, randomness, self._pace)
                 self._after[action.stage].send(Payload.ACTIVATION, step, self._item(action), y)
         return self._total(losses)
+
+    def look_ahead(self, step: int) -> None:
+        """Get the samples of a step, so that it can begin at once."""
+        if self._samples[0] != step:
+            indices = self._dataset.sample_indices(step)
+            takes_tokens = any(index not in self._before or stage.is_last for index, stage in self._stages.items())
+            chosen = [indices[self._rows(microbatch)] for microbatch in range(len(self._layout.microbatches))]
+            self._samples = (
+                step,
+                [
+                    _Samples(samples_B, self._dataset.tokens(samples_B if takes_tokens else samples_B[:0]))
+                    for samples_B in chosen
+                ],
+            )
 
     def evaluate(self, step: int, patience: Patience) -> Losses:
         """Run the node's share of the evaluation batches forward, without randomness.
@@ -170,14 +194,11 @@ class Executor:
         """Return the number of an action's microbatch over all pipelines."""
         return self._layout.microbatches[action.microbatch]
 
-    def _inputs(
-        self, step: int, action: Action, tokens_BT: Int[np.ndarray, "B T"], patience: Patience
-    ) -> tuple[jax.Array, np.ndarray]:
-        """Return a stage's input of a microbatch, and the targets."""
-        stage = self._stages[action.stage]
+    def _input(self, step: int, action: Action, samples: _Samples, patience: Patience) -> jax.Array:
+        """Return a stage's input of a microbatch."""
         if action.stage in self._before:
-            return self._receive(self._before, Payload.ACTIVATION, step, action, patience), tokens_BT[:, 1:]
-        return stage.put_batch(tokens_BT[:, :-1]), tokens_BT[:, 1:]
+            return self._receive(self._before, Payload.ACTIVATION, step, action, patience)
+        return self._stages[action.stage].put_batch(samples.tokens_BT[:, :-1])
 
     def _ask(self, step: int, action: Action) -> None:
         if action.phase is Phase.FORWARD and action.stage in self._before:
