@@ -5,6 +5,7 @@ A run that goes back to a checkpoint does steps again, so a step may be decided 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,11 @@ class Journal:
     @property
     def next_step(self) -> int:
         return self.first_step + len(self.committed)
+
+    @property
+    def num_skipped(self) -> int:
+        """How many of the last steps were not finite."""
+        return sum(1 for _ in takewhile(lambda item: item[1].grad_norm is None, reversed(self.committed)))
 
 
 def read_journal(path: Path) -> Journal:

@@ -51,6 +51,7 @@ class PastRun:
             plan=plans[-1].plan if plans else None,
             step=step,
             committed=last if last is not None and last.generation >= since else None,
+            num_skipped=journal.num_skipped,
             nodes=tuple(sorted(plans[-1].plan.nodes)) if plans and self.is_open else (),
             evaluated=not step or step - 1 in evaluated,
             restored_generation=since,

@@ -72,7 +72,7 @@ class Course:
         self._what_is_lost = "no live node has the state of the run"
         self._waits_for = ""  # what GATHERING is about
         self._attempts = Attempts()
-        self._num_skipped = 0  # the last so many steps were not finite
+        self._num_skipped = self._origin.num_skipped  # the last so many steps were not finite
         self._starting: int | None = None  # the generation whose fabric is being started
         self._end: Finish | None = None
         self._end_step = terms.steps  # sooner if the run is interrupted
@@ -212,6 +212,8 @@ class Course:
             restore=self._restores.point,
             now_s=self.now_s,
         )
+        if self._restores.point is not None:
+            self._num_skipped = 0  # of steps that are done again
         for node in self._roster.leaving():
             if node.node not in current.members:
                 self._roster.release(node)

@@ -18,6 +18,7 @@ class Resumption:
         step: the next one.
         committed: the last commit decision, which some nodes may not have heard of; None: there is none since the run
             went back to a checkpoint.
+        num_skipped: so many of the last steps were not finite.
         nodes: whose workers may have lived on.
         evaluated: whether the evaluation after the last committed step, if there was one, is complete.
         restored_generation: the first one since the run went back to a checkpoint; 0: it never did.
@@ -28,6 +29,7 @@ class Resumption:
     plan: Plan | None = None
     step: int = 0
     committed: events.Committed | None = None
+    num_skipped: int = 0
     nodes: tuple[NodeId, ...] = ()
     evaluated: bool = True
     restored_generation: int = 0

@@ -134,7 +134,8 @@ class Pace:
             took_s = share * elapsed_s
             self._took_s[running.program] = min(took_s, _SLOWER * self._took_s.get(running.program, took_s))
             if self._on_ended is not None:
-                self._on_ended(running.program, running.item, began_s, began_s + took_s)
+                # Rounding must not let it end after the next one has begun, which may be at `now_s`.
+                self._on_ended(running.program, running.item, began_s, min(began_s + took_s, now_s))
             began_s += took_s
         self._ended_s = now_s
         return True

@@ -27,7 +27,7 @@ from tests.execution.thread_cluster import plan_of, run_cluster, run_generations
 CONFIG = load_preset("gpt-test")
 
 
-@pytest.fixture(scope="module", params=[Precision.FLOAT32, Precision.BFLOAT16])
+@pytest.fixture(scope="module", params=Precision)
 def builder(request: pytest.FixtureRequest) -> StateBuilder:
     model = CONFIG.model.build()
     functions = functions_of(model, request.param)
@@ -61,10 +61,11 @@ def test_what_several_nodes_write_any_node_reads_T3(builder: StateBuilder, tmp_p
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, expected)))
 
 
-def test_a_checkpoint_of_four_nodes_goes_on_on_any_number_T2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.MIXED])
+def test_a_checkpoint_of_four_nodes_goes_on_on_any_number_T2(tmp_path: Path, precision: Precision) -> None:
     """Three steps on four nodes, a checkpoint, and two more steps elsewhere: the same losses as in one go."""
     four = plan_of(([2, 4], 4), ([3, 3], 4))
-    config = replace(CONFIG, eval_every=0)
+    config = replace(CONFIG, eval_every=0, precision=precision)
     undisturbed = run_cluster(config, four, steps=5)
     store = CheckpointStore(tmp_path / "checkpoints")
     saved = run_cluster(config, four, steps=3)

@@ -140,6 +140,7 @@ class Simulation:
             plan=next((record.plan for record in reversed(self.records(events.Planned))), None),
             step=journal.next_step,
             committed=journal.committed[-1][1] if is_last else None,
+            num_skipped=journal.num_skipped,
             restored_generation=journal.restored.generation if journal.restored else 0,
             nodes=tuple(sorted({node.id for node in known})),
             evaluated=not journal.next_step or journal.next_step - 1 in evaluated,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from oobleck_jax import events
@@ -439,6 +440,22 @@ def test_a_run_whose_processes_are_all_dead_waits_for_all_nodes_and_goes_on(on_l
     incident = simulation.records(events.Incident)[0]
     assert (incident.kind, incident.num_redone_steps) == ("coordinator", 1)
     assert simulation.machine.phase is Phase.STOPPING
+
+
+def test_steps_that_were_skipped_may_be_so_again_after_the_run_went_back() -> None:
+    simulation = Simulation(terms(num_nodes=2, steps=9, max_skipped=1, checkpoints=checkpoints()))
+    simulation.disk[folder_of(3, 2)] = 2, 3
+    simulation.machine = Membership(simulation.terms, simulation.now_s, Resumption(generation=2, step=5, num_skipped=1))
+    nodes = [simulation.join(number) for number in range(2)]
+    simulation.round()
+    simulation.use_whole_disk()
+    simulation.start_fabric()
+    simulation.round()
+    for node in nodes:
+        node.work()
+        node.outbox[-1] = msgspec.structs.replace(node.outbox[-1], is_finite=False)
+        simulation.deliver(node)
+    assert [(record.step, record.grad_norm) for record in simulation.records(events.Committed)] == [(4, None)]
 
 
 def test_a_new_run_begins_with_the_checkpoint_of_another() -> None:

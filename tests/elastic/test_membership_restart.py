@@ -1,5 +1,6 @@
 """The membership machine: a coordinator that takes over from one that died, and connections that are replaced."""
 
+import msgspec
 import pytest
 
 from oobleck_jax import events
@@ -73,6 +74,29 @@ def test_a_decision_that_reached_nobody_counts_and_is_sent_again() -> None:
     assert simulation.records(events.Planned)[-1].step == 3
     simulation.pump_steps(2)  # the nodes check that they apply each step once
     assert [record.step for record in simulation.records(events.Committed)] == [0, 1, 2, 3, 4]
+
+
+def test_steps_that_were_skipped_before_a_restart_count_after_it() -> None:
+    simulation, nodes = regrouping(max_skipped=2)
+
+    def diverge() -> None:
+        for node in nodes:
+            node.outbox[-1] = msgspec.structs.replace(node.outbox[-1], is_finite=False)
+            simulation.deliver(node)
+
+    diverge()
+    simulation.restart()
+    simulation.reattach()
+    simulation.round()
+    simulation.start_fabric()
+    simulation.round()
+    for _ in range(2):
+        for node in nodes:
+            node.work()
+        diverge()
+    skipped = [record.step for record in simulation.records(events.Committed) if record.grad_norm is None]
+    assert skipped == [2, 3]
+    assert "step 4 diverged" in simulation.records(events.Failed)[0].cause
 
 
 def test_a_worker_that_comes_back_gets_the_decision_and_then_abandon() -> None:

@@ -11,9 +11,11 @@ from oobleck_jax import events
 from oobleck_jax.execution.recorder import Activity
 from oobleck_jax.inject import Injection, Kind, parse_injections
 from oobleck_jax.live_run import LiveRun
-from oobleck_jax.timeline import PROGRAMS, read_timeline
+from oobleck_jax.timeline import PROGRAMS, Trace, read_timeline
 from tests.end_to_end.training_runs import (
+    IN_MIXED_PRECISION,
     LIMIT_S,
+    assert_equal_bits,
     assert_equal_holders,
     assert_equal_losses,
     await_steps,
@@ -37,14 +39,19 @@ KILLS = {
 PLANS = {1: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4-6", 2: "0-3,3-6 | 0-3,3-6 | 0-2,2-4,4-6 | 0-6"}
 
 
-@pytest.mark.parametrize("fault_tolerance", [pytest.param(1, marks=pytest.mark.jax_version), 2])
-def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_path, fault_tolerance):
-    """With f = 1 one by one, with f = 2 also two at once; and, each time, one while the others recover."""
+@pytest.mark.parametrize(
+    ("fault_tolerance", "remat"), [pytest.param(1, "stage", marks=pytest.mark.jax_version), (2, "dots")]
+)
+def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_path, fault_tolerance, remat):
+    """With f = 1 one by one, with f = 2 also two at once; and, each time, one while the others recover.
+
+    What is computed again in the backward changes no bit: the run to compare with need not do it, too.
+    """
     kills = parse_injections(KILLS[fault_tolerance].replace(" ", ","))
     run = train(
         tmp_path / "run",
         *("--nodes", str(len(kills) + 1), "--plan", PLANS[fault_tolerance], "--trace"),
-        *("--fault-tolerance", str(fault_tolerance), "--inject", ",".join(map(str, kills))),
+        *("--fault-tolerance", str(fault_tolerance), "--remat", remat, "--inject", ",".join(map(str, kills))),
     )
     assert_equal_losses(run, undisturbed)
     assert_equal_holders(run)
@@ -56,6 +63,16 @@ def test_kills_at_any_moment_of_a_step_change_nothing_T2_T3_T4(undisturbed, tmp_
         assert incident.step - kill.step in (0, 1), f"{kill} became {incident}"
     assert_traced(run.run_dir, num_nodes=len(kills) + 1)
     assert_ends_of_logs_are_shown(run, [kill for kill in kills if kill.kind is Kind.RAISE])
+
+
+def test_kills_in_mixed_precision_change_nothing_T1_T2_T3_T4(undisturbed_mixed, tmp_path):
+    """To the bit until the batch is split another way; then nearly so."""
+    flags = ("--precision", "mixed", "--nodes", "4", "--plan", "0-3,3-6 | 0-3,3-6", "--fault-tolerance", "1")
+    run = train(tmp_path / "run", *flags, "--inject", "kill:0@10:backward,kill:3@25:sum")
+    assert_equal_bits(run, undisturbed_mixed, steps=10)
+    assert_equal_losses(run, undisturbed_mixed, bound=IN_MIXED_PRECISION)
+    assert_equal_holders(run)
+    assert [incident.nodes for incident in incidents_of(run) if incident.kind == "loss"] == [(0,), (3,)], story_of(run)
 
 
 def assert_ends_of_logs_are_shown(run: LiveRun, errors: list[Injection]) -> None:
@@ -76,6 +93,7 @@ def assert_traced(run_dir: Path, *, num_nodes: int) -> None:
     assert timeline.nodes == tuple(range(num_nodes))
     assert timeline.incidents
     assert {record.activity for trace in timeline.traces for record in trace.records} == set(Activity)
+    assert any(map(sums_beside_backward, timeline.traces))
     for trace in timeline.traces:
         programs = [record for record in trace.records if record.activity in PROGRAMS]
         programs.sort(key=lambda record: record.began_ns)
@@ -83,10 +101,21 @@ def assert_traced(run_dir: Path, *, num_nodes: int) -> None:
             assert one.ended_ns <= next_one.began_ns, (one, next_one)  # a node computes one thing after the other
 
 
+def sums_beside_backward(trace: Trace) -> bool:
+    """Whether some sum of gradients over nodes ran while the node computed others."""
+    sums = [record for record in trace.records if record.activity is Activity.REDUCE]
+    backwards = [record for record in trace.records if record.activity is Activity.BACKWARD]
+    return any(
+        one.step == other.step and one.began_ns < other.ended_ns and other.began_ns < one.ended_ns
+        for one in sums
+        for other in backwards
+    )
+
+
 def test_nodes_that_leave_come_hang_and_are_killed_from_outside_change_nothing_T2_T3_T4(undisturbed, tmp_path):
     """One after the other; the last kill -9 is one that nothing in the program prepared."""
     faults = "term:2@6:backward,join@10,slow:3@10:0.4,stop:1@20:backward"  # slow: time to come
-    flags = ("--nodes", "4", "--fault-tolerance", "1", "--inject", faults)
+    flags = ("--nodes", "4", "--fault-tolerance", "1", "--remat", "none", "--schedule", "1f1b", "--inject", faults)
     with started(tmp_path / "run", *flags) as run:
         await_steps(run, 35)
         os.kill(run.workers[0], signal.SIGKILL)

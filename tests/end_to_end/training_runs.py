@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / ".pytest_cache" / "programs"  # of all whole runs: most of what they compile is the same
 STEPS = 60
 LIMIT_S = 240  # for any one thing that is waited for
+# In mixed precision a difference in the last bit of a sum may round a parameter the other way, by 1/256 of it.
+IN_MIXED_PRECISION = 2e-4
 
 
 def environment() -> dict[str, str]:
@@ -82,15 +84,15 @@ def incidents_of(run: LiveRun) -> list[Incident]:
     return [incident for _, incident in run.records(Incident)]
 
 
-def assert_equal_losses(run: LiveRun, expected: LiveRun) -> None:
-    """Compare each step's loss and samples with those of another run (properties T2 and T4)."""
+def assert_equal_losses(run: LiveRun, expected: LiveRun, *, bound: float = 1e-6) -> None:
+    """Compare each step's loss, within a relative bound, and samples with those of another run (T2 and T4)."""
     actual, wanted = run.metrics, expected.metrics
     assert [line["step"] for line in actual] == list(range(len(wanted)))
     happened = [(incident.step, incident.kind, incident.nodes) for incident in incidents_of(run)]
     for line, other in zip(actual, wanted, strict=True):
         step = line["step"]
         before = [incident for incident in happened if incident[0] <= step]
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6), f"step {step}, after {before[-1:]}"
+        assert line["loss"] == pytest.approx(other["loss"], rel=bound), f"step {step}, after {before[-1:]}"
         assert (line["sample_first"], line["sample_end"]) == (other["sample_first"], other["sample_end"]), before[-1:]
 
 

@@ -263,12 +263,24 @@ def test_gradients_are_bitwise_equal_for_every_cut_T1(precision):
             np.testing.assert_array_equal(run[name], value, err_msg=name)
 
 
-def test_split_gradients_are_bitwise_equal_for_every_cut_and_close_to_joint_ones_T1():
-    config = config_of(remat=Remat.NONE)
+@pytest.mark.parametrize("precision", Precision)
+def test_what_is_computed_again_changes_no_bit_of_any_cut_T1(precision):
+    plans = [plan_of((cut, 5), ([4, 2], 3)) for cut in ([2, 4], [3, 2, 1])]
+    expected = merged(run_cluster(config_of(precision=precision), plans[0], steps=1).gradients)
+    for remat, plan in zip((Remat.NONE, Remat.DOTS, Remat.STAGE, Remat.STAGE), (*plans, *plans), strict=True):
+        gradients = merged(run_cluster(config_of(precision=precision, remat=remat), plan, steps=1).gradients)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(gradients[name], value, err_msg=f"{remat}: {name}")
+
+
+@pytest.mark.parametrize(("precision", "bound"), [(Precision.FLOAT32, 1e-6), (Precision.MIXED, 1e-4)])
+def test_split_gradients_are_bitwise_equal_for_every_cut_and_close_to_joint_ones_T1(precision, bound):
+    """What the halves of a backward hand over goes through memory: in mixed precision some of it is rounded there."""
+    config = config_of(remat=Remat.NONE, precision=precision)
     plans = [plan_of((cut, 5), ([4, 2], 3)) for cut in ([3, 3], [1, 4, 1])]
     joint, *split = [merged(run_cluster(config, plan, steps=1).gradients) for plan in (plans[0], *map(zb_h1, plans))]
     for run in split:
-        assert relative_error(run, joint) < 1e-6
+        assert relative_error(run, joint) < bound
         for name, value in split[0].items():
             np.testing.assert_array_equal(run[name], value, err_msg=name)
 

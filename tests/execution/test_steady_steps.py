@@ -2,14 +2,14 @@
 
 import threading
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from models.presets import load_preset
-from oobleck_jax.config import Precision, Remat
+from oobleck_jax.config import Precision, Remat, ScheduleKind
 from oobleck_jax.data import TokenDataset
 from oobleck_jax.execution import executor
 from oobleck_jax.execution.in_process import InProcessHub
@@ -27,18 +27,65 @@ STAGES = (
 )
 
 
+CHUNKS = tuple(
+    Stage(first_layer=first, end_layer=end, node_index=0, first_device=number % 2)
+    for number, (first, end) in enumerate(((0, 1), (1, 3), (3, 5), (5, 6)))
+)
+WHOLE = (Stage(first_layer=0, end_layer=6, node_index=0, first_device=0, num_devices=2),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is run, and how."""
+
+    precision: Precision = Precision.FLOAT32
+    remat: Remat = Remat.LAYER
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    stages: tuple[Stage, ...] = STAGES
+    microbatch_size: int = 4
+    tensor_parallel: bool = False
+    dropout_rate: float = 0.0
+
+
+CASES = {
+    "mixed, stages computed again": Case(precision=Precision.MIXED, remat=Remat.STAGE),
+    "float32": Case(),
+    "bfloat16, products kept": Case(precision=Precision.BFLOAT16, remat=Remat.DOTS),
+    "zb-h1": Case(remat=Remat.NONE, schedule=ScheduleKind.ZB_H1),
+    "zb-h1, mixed": Case(remat=Remat.NONE, schedule=ScheduleKind.ZB_H1, precision=Precision.MIXED),
+    "interleaved": Case(stages=CHUNKS, schedule=ScheduleKind.INTERLEAVED),
+    "a microbatch shared by two devices": Case(stages=WHOLE, microbatch_size=2),
+    "tensor parallel": Case(stages=WHOLE, microbatch_size=1, tensor_parallel=True),
+    "dropout": Case(dropout_rate=0.2),
+}
+
+
 @pytest.fixture
-def trainer():
+def trainer(request):
+    case = getattr(request, "param", CASES["mixed, stages computed again"])
+    config = load_preset("gpt-test")
     config = replace(
-        load_preset("gpt-test"), devices_per_node=2, eval_every=1, precision=Precision.MIXED, remat=Remat.STAGE
+        config,
+        model=replace(config.model, dropout_rate=case.dropout_rate),
+        devices_per_node=2,
+        eval_every=1,
+        precision=case.precision,
+        remat=case.remat,
+        microbatch_size=case.microbatch_size,
+        tensor_parallel=case.tensor_parallel,
     )
     link = InProcessHub().link()
-    pipeline = Pipeline(template=Template(stages=STAGES), nodes=(NODE,), num_microbatches=config.num_microbatches)
+    pipeline = Pipeline(
+        template=Template(stages=case.stages),
+        nodes=(NODE,),
+        num_microbatches=config.num_microbatches,
+        schedule=case.schedule,
+    )
     trainer = NodeTrainer(
         config=config,
         model=config.model.build(),
         dataset=TokenDataset.open(config),
-        home=shared_home(config.model, 2),
+        home=shared_home(config.model, 2, tensor_parallel=case.tensor_parallel),
         link=link,
     )
     generation = Generation(
@@ -59,6 +106,7 @@ def run_step(trainer: NodeTrainer, step: int) -> None:
     trainer.evaluate(step, patience())
 
 
+@pytest.mark.parametrize("trainer", CASES.values(), ids=CASES.keys(), indirect=True)
 def test_a_warm_step_traces_and_compiles_nothing(trainer):
     seen: Counter[str] = Counter()
 
