@@ -176,6 +176,11 @@ class StageDevices:
         is_shared = bool(shape) and self.num_batch_shards(shape[0], len(self.devices)) > 1
         return self._sharding(P("shard") if is_shared else P())
 
+    def of_rows(self, num_elements: int) -> jax.sharding.Sharding:
+        """Return the sharding of gradients as rows `[N, num_elements]`; whole where the devices do not divide them."""
+        is_shared = len(self.devices) > 1 and num_elements % len(self.devices) == 0
+        return self._sharding(P(None, "shard") if is_shared else P())
+
     def shardings_of_parameters(self, tree: Any, *, num_stacked_dims: int) -> Any:
         """Return the shardings of parameters or of what goes with them; the first dims are layers and stay whole."""
         return jax.tree.map_with_path(lambda path, leaf: self._of_parameter(path, leaf.shape, num_stacked_dims), tree)

@@ -17,7 +17,7 @@ from oobleck_jax.execution.gradient_sum import report
 from oobleck_jax.execution.home import Home, StageDevices
 from oobleck_jax.execution.layer_functions import LayerFunctions, functions_of, input_specs, num_elements
 from oobleck_jax.execution.layout import groups_of, own_group
-from oobleck_jax.execution.program_memory import temporary_bytes
+from oobleck_jax.execution.program_memory import SMALL_BYTES, temporary_bytes
 from oobleck_jax.execution.span import Span, SpanKey
 from oobleck_jax.execution.span_times import measure_span, median_s, tree_bytes
 from oobleck_jax.execution.state import GroupState, StateBuilder
@@ -123,6 +123,7 @@ def estimate_profile_with_xla(config: RunConfig, rates: DeviceRates, *, home: Ho
                 count,
                 microbatch_size=config.microbatch_size,
                 parameter_bytes=parameter_bytes,
+                row_bytes=tree_bytes(together.accumulator_specs) + SMALL_BYTES,  # which devices do not share
                 summed_bytes=outputs[kind] if config.tensor_parallel else None,
                 is_recomputed=config.remat.of_layers is Remat.LAYER,
                 rates=rates,

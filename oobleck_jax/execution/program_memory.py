@@ -11,7 +11,7 @@ from oobleck_jax.execution.state import StateBuilder
 
 # What there is besides the arrays of layers, a few bytes each: the pointers to a program's results, the losses of
 # microbatches, AdamW's step counts, the numbers of layers.
-_SMALL_BYTES = 16 * 1024
+SMALL_BYTES = 16 * 1024
 
 
 def temporary_bytes(span: Span, builder: StateBuilder, runs: Sequence[Sequence[str]]) -> int:
@@ -33,7 +33,7 @@ def temporary_bytes(span: Span, builder: StateBuilder, runs: Sequence[Sequence[s
         if builder.rounds:
             rounding = builder.compile_rounding(names, span.devices)
             needs.append(own_bytes(rounding) + result_bytes(rounding))
-    return max(needs) + _SMALL_BYTES
+    return max(needs) + SMALL_BYTES
 
 
 def own_bytes(program: jax.stages.Compiled) -> int:

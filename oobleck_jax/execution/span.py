@@ -30,6 +30,7 @@ from oobleck_jax.execution.layer_functions import (
     Randomness,
     flatten_layers,
     keys_of,
+    num_elements,
 )
 from oobleck_jax.execution.precision import as_computed
 
@@ -277,10 +278,13 @@ class Span:
             ),
             lambda: (self.accumulator_specs,),
             out_shardings=(
-                self.devices.replicated,
-                dict.fromkeys(self.functions.tied_shapes, self.devices.replicated),
+                self._row_sharding(self.functions.own_shapes),
+                {attribute: self._row_sharding(tree) for attribute, tree in self.functions.tied_shapes.items()},
             ),
         )
+
+    def _row_sharding(self, shapes: Params) -> jax.sharding.Sharding:
+        return self.devices.of_rows(num_elements(shapes))
 
     # -- mathematics
 

@@ -91,7 +91,7 @@ def stage_peak_bytes(
     patience = Patience(abandoned=threading.Event(), limit_s=_LIMIT_S, on_waiting=lambda node: None)
     rows: dict[str, list[Row]] = {}
     executor.train(0, patience, lambda group, row: rows.setdefault(group, []).append(row))
-    gradients = {group: np.add.reduce([row() for row in found]) for group, found in rows.items()}
+    gradients = {group: np.add.reduce([row() for row in rows.pop(group)]) for group in tuple(rows)}
     for stage in stages.values():
         stage.update(gradients, 1.0, 1e-3)
     return metered.peak_bytes

@@ -177,7 +177,8 @@ class StateBuilder:
         params = self._params_specs(names, devices)
         state = jax.eval_shape(lambda p: init_optimizer(self._optimizer, p), params)
         state = devices.parameter_specs(state, num_stacked_dims=1)
-        gradient = devices.replicated_spec((len(names), self.sizes[names[0]]), jnp.float32)
+        size = self.sizes[names[0]]
+        gradient = jax.ShapeDtypeStruct((len(names), size), jnp.float32, sharding=devices.of_rows(size))
         scalar = devices.replicated_spec((), jnp.float32)
         return self._home.compiled(
             key,
@@ -202,7 +203,7 @@ class StateBuilder:
             factors: that clips the gradient, and the learning rate; on the devices.
         """
         program = self.compile_update(run.groups, devices)
-        gradient = jax.device_put(gradient_NP, devices.replicated)
+        gradient = jax.device_put(gradient_NP, devices.of_rows(gradient_NP.shape[1]))
         params, optimizer_state = program(run.params, run.optimizer_state, gradient, *factors)
         return replace(
             run,

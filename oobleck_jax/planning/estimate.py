@@ -189,6 +189,7 @@ def _layer(
             num_devices,
             microbatch_size=microbatch_size,
             parameter_bytes=parameter_bytes,
+            row_bytes=gradient_bytes,
             summed_bytes=output_bytes if tensor_parallel else None,
             is_recomputed=passes > 2,
             rates=rates,
@@ -208,6 +209,7 @@ def shared_cost(
     *,
     microbatch_size: int,
     parameter_bytes: int,
+    row_bytes: int,
     summed_bytes: int | None,
     is_recomputed: bool,
     rates: DeviceRates,
@@ -218,6 +220,8 @@ def shared_cost(
     twice each way, and twice more where the layer is recomputed (Megatron-LM, section 3).
 
     Args:
+        row_bytes: of the gradients that become rows at once. While they do, each device has them all twice, as XLA
+            exchanges what the devices share out in another way, and its part of the rows.
         summed_bytes: of the layer's output, as large as what is summed; where it is 0, parameters are gathered. None:
             the devices are not tensor parallel.
     """
@@ -227,12 +231,15 @@ def shared_cost(
     forward_bytes, backward_bytes = parameter_bytes, 2 * parameter_bytes
     if summed_bytes:
         forward_bytes, backward_bytes = 4 * summed_bytes, (8 if is_recomputed else 4) * summed_bytes
+    temporary_bytes = -(-alone.temporary_bytes // num_shares)
+    if num_devices > 1:
+        temporary_bytes = max(temporary_bytes + parameter_bytes, 2 * row_bytes + -(-row_bytes // num_devices))
     return LayerCost(
         num_devices=num_devices,
         forward_s=alone.forward_s / num_workers + forward_bytes * part_s,
         backward_s=alone.backward_s / num_workers + backward_bytes * part_s,
         residual_bytes=-(-alone.residual_bytes // num_shares),
-        temporary_bytes=-(-alone.temporary_bytes // num_shares) + (parameter_bytes if num_devices > 1 else 0),
+        temporary_bytes=temporary_bytes,
     )
 
 

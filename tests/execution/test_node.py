@@ -235,6 +235,17 @@ def test_gradients_equal_with_several_devices_a_node_T1():
         assert relative_error(gradients, reference_gradients(config, plan, 0)) < 1e-6
 
 
+def test_gradients_equal_of_groups_that_devices_do_not_divide_T1():
+    config = replace(load_preset(TOY), devices_per_node=2, microbatch_size=2, eval_every=0)
+    odd = replace(config, model=replace(config.model, width=5, num_taps=4))
+    plan = plan_of(([2, 3], 2), ([5], 2), devices=2)
+    gradients = merged(run_cluster(odd, plan, steps=1).gradients)
+    assert {name for name, gradient in gradients.items() if gradient.size % 2} == {own_group(n) for n in range(1, 5)}
+    assert relative_error(gradients, reference_gradients(odd, plan, 0)) < 1e-6
+    bare = replace(config_of(devices_per_node=2, microbatch_size=2), model=Bare())
+    assert merged(run_cluster(bare, plan_of(([4], 4), devices=2), steps=1).gradients)["layer-001"].size == 0
+
+
 def test_gradients_equal_when_devices_are_tensor_parallel_T1():
     config = config_of(devices_per_node=2, microbatch_size=1, tensor_parallel=True)
     for plan in (plan_of(([6], 8), devices=2), plan_of(([3, 3], 4), ([6], 4), devices=2)):
