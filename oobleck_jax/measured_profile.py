@@ -25,7 +25,7 @@ import msgspec
 from models.presets import config_to_json, source_digest
 from oobleck_jax.config import RunConfig
 from oobleck_jax.elastic.child import child_command
-from oobleck_jax.elastic.worker_process import worker_environment
+from oobleck_jax.elastic.worker_process import MALLOC, worker_environment
 from oobleck_jax.errors import PlanError
 from oobleck_jax.kept_files import mark_used, remove_unused
 from oobleck_jax.launch import about_cores, place_at_start
@@ -119,8 +119,9 @@ class Profiler:
             "microbatch": [config.microbatch_size, config.sequence_length, config.precision, config.remat],
             "devices": [config.devices_per_node, config.tensor_parallel, device_kind(), self.place.num_threads],
             "environment": [os.environ.get(name, "") for name in ("JAX_PLATFORMS", "XLA_FLAGS")],
+            "malloc": {name: os.environ.get(name, value) for name, value in MALLOC.items()},
             "versions": dict(self.versions),
-            "times": "medians, at the pace of a stage",
+            "times": "medians, at the pace of a stage; rows of gradients shared out over devices",
         }
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
         name = Path(preset.rpartition(":")[0]).stem if ":" in preset else preset

@@ -11,8 +11,8 @@ from oobleck_jax.planning.plan import NodeId
 from oobleck_jax.timeline import PROGRAMS, Timeline, Trace
 
 
-# At each moment a node is said to do the first of these that it does; what is none of them is Python: it starts
-# programs, takes samples, reads and writes messages. A program whose core is taken by another node still computes.
+# At each moment a node is said to do the first of these that it does; else it starts programs, takes samples, or waits
+# for the plan that follows an abandoned step. A program whose core is taken by another node still computes.
 _PARTS: Mapping[str, frozenset[Activity]] = {
     "compute": PROGRAMS,
     "receive": frozenset({Activity.RECEIVE}),
@@ -22,7 +22,7 @@ _PARTS: Mapping[str, frozenset[Activity]] = {
     "evaluate": frozenset({Activity.EVALUATE}),
     "regroup": frozenset({Activity.COMPILE, Activity.COPY, Activity.FABRIC}),
 }
-PARTS = (*_PARTS, "python")
+PARTS = (*_PARTS, "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class StepShares:
 
     Attributes:
         incarnation: which worker of its node it was.
-        step_s: mean time of a step.
+        step_s: the whole time, divided by the number of steps.
         shares: of that time, by part; they add up to 1.
         hidden_sum: of that time, what sums took beside programs; within compute.
     """

@@ -71,7 +71,7 @@ def test_the_time_of_a_step_is_shared_out(run_dir):
     assert [(row.node, row.incarnation) for row in rows] == [(0, 0), (1, 0)]
     for row in rows:
         assert row.step_s == pytest.approx(0.7, abs=1e-6)
-        expected = {"receive": 0.2, "compute": 0.4, "vote": 0.2, "python": 0.6}
+        expected = {"receive": 0.2, "compute": 0.4, "vote": 0.2, "other": 0.6}
         assert row.shares == pytest.approx({name: expected.get(name, 0) / 1.4 for name in PARTS}, abs=1e-6)
         assert row.hidden_sum == pytest.approx(0.2 / 1.4, abs=1e-6)
 
@@ -83,7 +83,7 @@ def test_the_shares_are_shown_for_each_worker_without_parts_that_nobody_has(run_
     wait_for_lines(run_dir / "trace" / "node-1-1.jsonl", 2)
     table = shares_table(step_shares(read_timeline(run_dir)))
     headings = [column.header for column in table.columns]
-    assert headings == ["node", "seconds", "compute", "receive", "vote", "python", "sum beside compute"]
+    assert headings == ["node", "seconds", "compute", "receive", "vote", "other", "sum beside compute"]
     assert list(table.columns[0].cells) == ["0", "1", "1, worker 1"]
     assert [cells[-1] for cells in (list(column.cells) for column in table.columns)][2:6] == [
         "100.0",

@@ -127,14 +127,12 @@ class _BucketSum:
 def report(group: str, gradient: Float[np.ndarray, " P"]) -> SumReport:
     """Return the squared norm and the checksum of a summed gradient.
 
-    Both are the same on every machine: numpy adds float64 in a fixed pairwise order, and integers wrap around.
+    Both are the same on every machine: numpy adds float64 in a fixed pairwise order, and integers exactly.
     """
     squared_norm, checksum = 0.0, 0
     squares = np.empty(min(_CHUNK, gradient.size), np.float64)
     for start in range(0, gradient.size, _CHUNK):
         chunk = gradient[start : start + _CHUNK]
-        square = np.square(chunk, out=squares[: chunk.size], dtype=np.float64)
-        squared_norm += float(np.add.reduce(square))
-        even = chunk.size & ~1
-        checksum += int(np.add.reduce(chunk[:even].view(np.uint64))) + int(chunk[even:].view(np.uint32).sum())
-    return SumReport(group=group, squared_norm=squared_norm, checksum=checksum % 2**64)
+        squared_norm += float(np.add.reduce(np.square(chunk, out=squares[: chunk.size], dtype=np.float64)))
+        checksum += int(np.add.reduce(chunk.view(np.uint32), dtype=np.uint64))
+    return SumReport(group=group, squared_norm=squared_norm, checksum=checksum)

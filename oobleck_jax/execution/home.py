@@ -24,7 +24,7 @@ from oobleck_jax.planning.profile import num_batch_shares
 TensorDims: TypeAlias = Mapping[str, int]
 """The dim of each parameter that devices share out among them, as `Layer.tensor_dims`."""
 
-_PROGRAMS_OF_JAX = re.compile(r".+-cache")
+_PROGRAMS_OF_JAX = re.compile(r".+-[0-9a-f]{64}-cache")
 
 
 class Home:

@@ -352,6 +352,7 @@ class NodeTrainer:
         """Get ready what a step needs that does not depend on the one before: while that is being decided on."""
         assert self._executor is not None, "prepare comes first"
         self._executor.look_ahead(step)
+        self._watch.start()  # from now on it only waits for the vote
 
     def commit(self, step: int, global_norm: float | None) -> None:
         """Update parameters and optimizer state with the sums of the step just computed; not if they are not finite."""

@@ -150,7 +150,7 @@ class StateBuilder:
     def compile_update(self, names: Sequence[str], devices: StageDevices) -> jax.stages.Compiled:
         """`(params, optimizer_state, gradient[N, P], clip_factor, learning_rate) -> params, optimizer_state`.
 
-        All but the factors are donated.
+        Parameters and optimizer state are donated; the gradient never, because it may be memory of a fabric.
         """
         key = self.update_key(names, devices)
         if key not in self._updates:

@@ -7,7 +7,7 @@ import pytest
 
 from oobleck_jax.execution import layout
 from oobleck_jax.execution.fabric import Ranks, Vector
-from oobleck_jax.execution.gradient_sum import GradientSums
+from oobleck_jax.execution.gradient_sum import GradientSums, report
 from oobleck_jax.execution.layout import Bucket, Group, buckets_of
 from oobleck_jax.execution.patience import Patience
 from oobleck_jax.planning.plan import NodeId
@@ -96,3 +96,19 @@ def test_buckets_hold_every_group_once_and_follow_backward(monkeypatch: pytest.M
         assert is_large or [other.holders for other in buckets].count(bucket.holders) == 1
     if bucket_size == 1:
         assert all(len(bucket.groups) == 1 for bucket in buckets)
+
+
+def test_a_report_sees_signs_that_changed_in_pairs():
+    """Squares do not, and a sum of wider words would drop the sign bits of every second number."""
+    gradient = np.linspace(-1, 2, 70_001, dtype=np.float32)
+    for changed in (slice(1, None, 2), slice(0, None, 2), slice(3, 7, 2), slice(70_000, None)):
+        other = gradient.copy()
+        other[changed] *= -1
+        assert report("wte", other).checksum != report("wte", gradient).checksum
+
+
+def test_a_report_does_not_depend_on_where_the_gradient_lies():
+    whole = np.arange(100_001, dtype=np.float32)
+    assert report("wte", whole[1:]) == report("wte", whole[1:].copy())
+    assert report("none", whole[:0]).checksum == 0
+    assert report("wte", whole).squared_norm == float(np.sum(np.square(np.arange(100_001.0))))
